@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,9 @@ from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.paused_gc import paused_gc
 from orchestrator.storage.files import Storage
 from tests import warm_python
+
+if TYPE_CHECKING:
+    from tests.launch.runner import Runner
 
 # `make test` tries the same examples each time, `make chaos` new ones (`--hypothesis-profile=random`). No
 # example has a deadline: a busy machine is no failure.
@@ -43,6 +47,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # what one test finds out of a tokenizer is no other's
 os.environ["ORCHESTRATOR_CACHE_DIR"] = ""
 TOKENIZER_VOCAB = 1000
+EXAMPLE = Path(__file__).with_name("examples") / "format2"  # a folder with a run that is stored in git
 CORPUS_FILES = 3
 CORPUS_BYTES = 1_500_000
 WARM = "ORCHESTRATOR_TESTS_WARM_PYTHON"
@@ -245,6 +250,22 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
         return config
 
     return make
+
+
+@pytest.fixture
+def runner(tiny_config: TinyConfig) -> Runner:
+    """A run that is started again and again, without a model."""
+    from tests.launch.runner import Runner
+
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy in the current folder; `example` is the run."""
+    shutil.copytree(EXAMPLE, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy" / "example"
 
 
 @pytest.fixture(scope="session")

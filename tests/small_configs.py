@@ -9,8 +9,16 @@ from pathlib import Path
 import yaml
 
 from tests.conftest import TOKENIZER_VOCAB
-from tests.test_deployments import JOBS
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+# files of other programs
+DEPLOYMENTS = {
+    "kuberay-raycluster.yaml",
+    "kuberay-rayjob.yaml",
+    "prometheus-alerts.yaml",
+    "skypilot.yaml",
+}
+JOBS = sorted(path for path in CONFIGS.glob("*.yaml") if path.name not in DEPLOYMENTS)
 SMALL = {"vocab_size": TOKENIZER_VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,8 +19,8 @@ from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.cluster.private_ray import TESTED
 from orchestrator.history.metrics.declared import METRICS
 from orchestrator.launch.jobs.submit import RUN_KEY
+from tests.small_configs import CONFIGS, DEPLOYMENTS
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DASHBOARD = json.loads((CONFIGS / "grafana-dashboard.json").read_text())
 DECLARED = {metric.prometheus for metric in METRICS.values()}
 
@@ -152,8 +151,7 @@ SCHEMAS = {
     "skypilot.yaml": SKYPILOT,
     "prometheus-alerts.yaml": ALERTS,
 }
-# the others are jobs of ours
-JOBS = sorted(path for path in CONFIGS.glob("*.yaml") if path.name not in SCHEMAS)
+assert SCHEMAS.keys() == DEPLOYMENTS
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -43,8 +43,8 @@ from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.points import FileEntry, NodeParts, NodePlace
 from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
 from orchestrator.records.steps import StateKey, StepRecord
-from tests.elastic.test_stall import status
-from tests.test_deployments import JOBS
+from tests.elastic.builders import status
+from tests.small_configs import JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -32,18 +32,14 @@ from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.example_runs import EXAMPLES, NEWEST, ORPHAN, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
+from tests.folders import contents
 from tests.torchrun.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("forked")
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "tests" / "examples"
-NUMBERED = EXAMPLES / "numbered"
 OLD = ["format2", "numbered"]
 LIMIT_S = 240.0
-REWOUND_TO, ORPHAN, NEWEST = "00000006-a0002-g0001", "00000008-a0002-g0001", "00000010-a0003-g0001"
-UNCOMMITTED = "00000011-a0003-g0001"  # a save of which the vote lies in storage
-POINTS = [REWOUND_TO, ORPHAN, "00000008-a0003-g0001", NEWEST]
 
 
 @pytest.fixture(params=OLD)
@@ -53,10 +49,6 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     shutil.copytree(EXAMPLES / request.param, folder)
     monkeypatch.chdir(folder)
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> None:
@@ -191,12 +183,6 @@ def test_a_point_of_format_1_in_a_run_of_format_2_is_refused_by_name_and_passed_
 
 
 # ---- a file of each kind
-def kinds_in(folder: Path) -> Storage:
-    """A run of format 2 with a file of each kind that it has not by itself."""
-    shutil.copytree(EXAMPLES / "format2" / "example", folder)
-    shutil.rmtree(folder / "journal" / "a0003")  # it lies there in pieces
-    shutil.copytree(EXAMPLES / "kinds" / "run", folder, dirs_exist_ok=True)
-    return Storage(str(folder))
 
 
 @pytest.fixture

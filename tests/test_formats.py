@@ -44,8 +44,8 @@ from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import write_vote
+from tests.example_runs import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 from tests.raising import raises
-from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 
 LAUNCH, RUN_ID = "0123456789abcdef", "67b1834f6e2090e6"
 

@@ -156,6 +156,19 @@ def test_imports_make_no_circle(of: str) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def test_no_module_imports_from_a_module_of_tests() -> None:
+    """What several test modules use lies in a module of its own, or as a fixture in a conftest.py."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                assert not MODULE_OF_TESTS.search(name), f"{path} imports {name}: move what both use"
+
+
 def test_ray_and_torch_are_imported_only_where_they_are_used() -> None:
     for path in SOURCES:
         name = str(path.relative_to(PACKAGE))
@@ -166,6 +179,8 @@ def test_ray_and_torch_are_imported_only_where_they_are_used() -> None:
                 WITHOUT_RAY_AND_TORCH
             ), f"{name} imports {module}"
 
+
+MODULE_OF_TESTS = re.compile(r"^tests\.(.*\.)?test_\w+")
 
 # modules and attributes that Ray does not document, names of variables that it reads
 PRIVATE_RAY = re.compile(r"\bray(\.\w+)*(\._|\.core\.|\.v2\.)|^RAY_\w+$")

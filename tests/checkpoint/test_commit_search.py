@@ -34,8 +34,8 @@ from orchestrator.checkpoint.commit.pending_save import UNDER_WAY, Save, Stage
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.records.steps import StateKey
+from tests.checkpoint.commit_machines import vote
 from tests.checkpoint.samples import key
-from tests.checkpoint.test_commit_machine import vote
 
 Saves = tuple[StateKey, StateKey]
 ONE_GENERATION: Saves = (key(10), key(20))

@@ -24,7 +24,7 @@ from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 from tests.checkpoint.samples import key, no_sleep, write_point
-from tests.history.test_claim_files import IDENTITY
+from tests.planning.identities import IDENTITY
 from tests.raising import check_error, raises
 from tests.storage.crashfs import ModelDisk
 

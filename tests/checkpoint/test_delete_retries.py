@@ -23,8 +23,8 @@ from orchestrator.checkpoint.commit.commit_events import (
 from orchestrator.checkpoint.commit.commit_machine import CHECK_EVERY_S, CommitMachine
 from orchestrator.checkpoint.commit.retention import DeleteRetries, KeptPoints
 from orchestrator.records.backoff import MOST_RETRY_S
+from tests.checkpoint.commit_machines import committed, machine
 from tests.checkpoint.samples import key
-from tests.checkpoint.test_commit_machine import committed, machine
 
 DEPTH = 8
 WAITS = (5, 10, 20, 40, 80, 160, 320, 320)

@@ -21,8 +21,8 @@ from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.storage.files import Storage
+from tests.checkpoint.commit_machines import cast
 from tests.checkpoint.samples import key, record, start
-from tests.checkpoint.test_commit_machine import cast
 
 
 def test_the_mean_is_that_of_the_steps_on_the_path_since_the_point_before(tmp_path: Path) -> None:

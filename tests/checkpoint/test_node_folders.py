@@ -30,29 +30,12 @@ from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
-from tests.checkpoint.files.node_disks import Disks
+from tests.checkpoint.files.node_disks import RANKS, Disks, committed_point
 from tests.checkpoint.files.samples import POINT, STATE, bytes_of, job_of, part_of
 from tests.checkpoint.samples import key
 from tests.checkpoint.saves import commit_parts, read_state
-from tests.planning.test_resume_plan import IDENTITY
+from tests.planning.identities import IDENTITY
 from tests.raising import raises
-
-RANKS = ("a", "a", "b", "c")  # on which node each runs
-
-
-@pytest.fixture
-def disks(tmp_path: Path) -> Disks:
-    """Three nodes with workers."""
-    return Disks(tmp_path, ("a", "b", "c"))
-
-
-def committed(disks: Disks, step: int = 4, ranks: tuple[str, ...] = RANKS) -> str:
-    """The name of a point that the ranks made; no path in its COMMIT leads anywhere any more."""
-    store = disks.store(ranks[0])
-    run = store.read_run() or store.create_run("tiny", IDENTITY)
-    name = disks.commit(key(step), ranks, run.id)
-    disks.mount_elsewhere()
-    return name
 
 
 def state_at(step: int) -> dict[tuple[str, str], bytes]:
@@ -65,7 +48,7 @@ def files_on(disks: Disks, node: str) -> list[str]:
 
 
 def test_any_node_reads_a_point_whose_parts_lie_on_others(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     assert not Path(disks.folder, "run", "points", name, "state").exists()
     assert sum(len(files_on(disks, node)) for node in "abc") == 2 * len(RANKS), "each part and its copy"
     for node in "abc":
@@ -75,14 +58,14 @@ def test_any_node_reads_a_point_whose_parts_lie_on_others(disks: Disks) -> None:
 
 
 def test_a_process_reads_its_own_nodes_parts_without_asking_anybody(disks: Disks) -> None:
-    name = committed(disks, ranks=("a", "a"))
+    name = committed_point(disks, ranks=("a", "a"))
     disks.calls.clear()
     assert read_state(disks.store("a"), name) == state_at(4)
     assert disks.calls == []
 
 
 def test_a_lost_node_costs_no_point_for_its_neighbour_has_copies(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     for lost in "abc":
         disks.down = {lost}
         for node in {*"abc"} - {lost}:
@@ -93,7 +76,7 @@ def test_a_lost_node_costs_no_point_for_its_neighbour_has_copies(disks: Disks) -
 def test_where_a_node_and_its_copies_are_gone_the_message_names_both_and_nothing_is_damaged(
     disks: Disks,
 ) -> None:
-    older, name = committed(disks, step=4), committed(disks, step=8)
+    older, name = committed_point(disks, step=4), committed_point(disks, step=8)
     disks.down = {"b", "c"}
     store = disks.store("a")
     # of the three nodes each keeps one other's copies: one rank has both of its places on these two
@@ -113,7 +96,8 @@ def test_where_a_node_and_its_copies_are_gone_the_message_names_both_and_nothing
 def test_an_older_point_is_never_taken_silently_and_is_named(disks: Disks) -> None:
     store = disks.store("a")
     store.create_run("tiny", IDENTITY)
-    older, name = committed(disks, step=4, ranks=("a",)), committed(disks, step=8, ranks=("b", "c"))
+    older = committed_point(disks, step=4, ranks=("a",))
+    name = committed_point(disks, step=8, ranks=("b", "c"))
     disks.down = {"b", "c"}
     with raises(UnreachableNodeError, "storage.unreachable_node", f"resume.from={older}"):
         disks.store("a").healthy_newest([older, name])
@@ -128,7 +112,7 @@ def test_an_older_point_is_never_taken_silently_and_is_named(disks: Disks) -> No
 
 
 def test_wrong_bytes_in_one_place_are_read_from_the_other_and_in_both_they_are_damage(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     paths = sorted(disks.folder.glob(f"?-*/*/points/{name}/state/00002-*"))
     assert len(paths) == 2
     for number, path in enumerate(paths):
@@ -152,7 +136,7 @@ def test_wrong_bytes_in_one_place_are_read_from_the_other_and_in_both_they_are_d
 def test_a_file_that_one_place_has_lost_is_gone_only_if_the_other_is_reached_and_lacks_it_too(
     disks: Disks,
 ) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     first, second = sorted(disks.folder.glob(f"?-*/*/points/{name}/state/00002-*"))
     first.unlink()
     holder = second.relative_to(disks.folder).parts[0].partition("-")[0]
@@ -168,7 +152,7 @@ def test_a_file_that_one_place_has_lost_is_gone_only_if_the_other_is_reached_and
 
 
 def test_a_disk_that_is_not_mounted_has_lost_nothing(disks: Disks) -> None:
-    name = committed(disks, ranks=("a",))
+    name = committed_point(disks, ranks=("a",))
     disk = Path(disks.disk("a"))
     disk.rename(disk.with_name("away"))
     disk.mkdir()  # the place where it was mounted
@@ -192,7 +176,7 @@ class GoesMeanwhile:
 
 
 def test_a_disk_that_goes_while_it_is_read_has_lost_nothing(disks: Disks) -> None:
-    name = committed(disks, ranks=("a",))
+    name = committed_point(disks, ranks=("a",))
     storage = run_storage(str(disks.folder / "run"), GoesMeanwhile(disks.folder / "empty"))
     with raises(UnreachableNodeError, "storage.unreachable_node", "file 0 "):
         storage.size(f"points/{name}/state/00000-of-00001.safetensors")
@@ -201,7 +185,7 @@ def test_a_disk_that_goes_while_it_is_read_has_lost_nothing(disks: Disks) -> Non
 def test_deleting_a_point_empties_every_node_that_is_reached_and_a_start_the_others_later(
     disks: Disks,
 ) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     disks.down = {"c"}
     disks.store("a").delete_point(name)
     assert files_on(disks, "a") == files_on(disks, "b") == []
@@ -215,7 +199,7 @@ def test_deleting_a_point_empties_every_node_that_is_reached_and_a_start_the_oth
 
 
 def test_a_start_leaves_parts_of_committed_points_where_they_are(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     before = [files_on(disks, node) for node in "abc"]
     store = disks.store("a")
     assert remove_leftovers(store, 9, Fates(kept=frozenset(), deleted=frozenset())) == ()
@@ -226,14 +210,14 @@ def test_a_start_leaves_parts_of_committed_points_where_they_are(disks: Disks) -
 def test_parts_of_a_save_that_was_given_up_are_discarded_on_every_node(disks: Disks) -> None:
     store = disks.store("a")
     store.create_run("tiny", IDENTITY)
-    name = committed(disks, step=4)
+    name = committed_point(disks, step=4)
     (disks.folder / "run" / "points" / name / COMMIT).unlink()
     disks.store("b").discard(name)
     assert [files_on(disks, node) for node in "abc"] == [[], [], []]
 
 
 def test_a_run_goes_on_with_another_node_folder_and_with_none(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     where = {node: disks.disk(node) for node in disks.names}
     there = disks.commit(key(8), RANKS, disks.store("a").read_run().id)  # type: ignore[union-attr]
     # this one's COMMIT names where its disks are: a process without the key finds it
@@ -251,7 +235,7 @@ def test_a_run_goes_on_with_another_node_folder_and_with_none(disks: Disks) -> N
 
 
 def test_points_in_the_runs_storage_and_points_on_nodes_are_one_run(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     store, plain = disks.store("a"), RunStore(Storage(str(disks.folder / "run")))
     run = store.read_run()
     assert run is not None
@@ -263,7 +247,7 @@ def test_points_in_the_runs_storage_and_points_on_nodes_are_one_run(disks: Disks
 
 
 def test_a_fork_takes_the_parts_from_their_nodes_into_its_own_storage(disks: Disks) -> None:
-    name = committed(disks)
+    name = committed_point(disks)
     store = disks.store("a")
     fork = RunStore(store.storage.beside(str(disks.folder / "fork")))
     run = fork.create_run("fork", IDENTITY)
@@ -343,7 +327,7 @@ def test_folders_that_cannot_be_made_are_named_before_anything_starts(disks: Dis
 
 
 def test_a_storage_with_nodes_pickles(disks: Disks) -> None:
-    name = committed(disks, ranks=("a",))
+    name = committed_point(disks, ranks=("a",))
     storage = NodeStorage(disks.storage("a")._store, run_storage(str(disks.folder)).reached)
     again = pickle.loads(pickle.dumps(storage))
     assert again.nodes_of(name) == disks.storage("a").nodes_of(name)

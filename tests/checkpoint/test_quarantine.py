@@ -21,9 +21,9 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
 from orchestrator.records.points import Damage
 from orchestrator.storage.files import Storage
+from tests.checkpoint.commit_machines import committed, machine, run
+from tests.checkpoint.retention_cases import NAMES, keep, points, verified_sets
 from tests.checkpoint.samples import key, write_point
-from tests.checkpoint.test_commit_machine import committed, machine, run
-from tests.checkpoint.test_retention import NAMES, keep, points, verified_sets
 from tests.raising import raises
 
 OLDER, NEWER = key(10).point_name, key(20).point_name

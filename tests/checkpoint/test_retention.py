@@ -6,13 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.checkpoint.commit.retention import spared, to_delete, to_verify
-from tests.checkpoint.samples import key
+from tests.checkpoint.retention_cases import NAMES, keep, points, verified_sets
 
-NAMES = [key(step).point_name for step in range(1, 9)]
-points = st.sets(st.sampled_from(NAMES)).map(sorted)
-keep = st.integers(1, 5)
 pin = st.sampled_from([None, *NAMES, "00000001-a0009-g0009"])
-verified_sets = st.sets(st.sampled_from(NAMES))
 
 
 @given(points, keep, pin, verified_sets)

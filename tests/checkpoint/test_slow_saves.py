@@ -21,8 +21,8 @@ from orchestrator.checkpoint.commit.commit_events import (
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.records.steps import StateKey
+from tests.checkpoint.commit_machines import cast, machine, run
 from tests.checkpoint.samples import key
-from tests.checkpoint.test_commit_machine import cast, machine, run
 
 LIMIT_S = 60  # of `machine`
 P, Q = key(10), key(20)

@@ -12,7 +12,6 @@ import pytest
 from orchestrator.cli.commands import main
 from orchestrator.cli.progress import _AuditLines, show_audit_progress
 from orchestrator.inspect.audit.audit_run import NoAuditProgress
-from tests.launch.test_replay import example  # noqa: F401  a fixture
 
 
 def test_elsewhere_it_says_so_every_ten_seconds_with_what_is_left(
@@ -41,7 +40,7 @@ def test_who_reads_json_reads_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_terminal_shows_a_bar_of_each_half(
-    example: Path,  # noqa: F811
+    example: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -24,7 +24,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.text import visible, visible_json, visible_lines
 from tests.data.making import write_corpus
 from tests.inspect.dashboard.serving import client, make_hostile, served
-from tests.inspect.test_audit import TrainedRun
+from tests.inspect.trained_run import TrainedRun
 
 # What a terminal or a reader's eye takes for more than a letter, without the two that only move on.
 CONTROLS = [

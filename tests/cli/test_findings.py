@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from orchestrator.history.finding_files import FindingFiles, newest_audit, verif
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 NEWEST = "00000010-a0003-g0001"
-
-
-@pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(EXAMPLE, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    return tmp_path / "copy" / "example"
 
 
 def command(*arguments: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.commands import main
-from tests.launch.test_replay import contents, example  # noqa: F401  a fixture
+from tests.folders import contents
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
     ],
 )
 def test_ctrl_c_ends_a_long_command_with_a_line_and_130_and_leaves_nothing(
-    example: Path,  # noqa: F811
+    example: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     command: str,

@@ -13,7 +13,7 @@ from orchestrator.cli.commands import main
 from orchestrator.inspect.status.missing import wrong_sizes
 from tests.checkpoint.files.node_disks import Disks
 from tests.checkpoint.samples import key
-from tests.planning.test_resume_plan import IDENTITY
+from tests.planning.identities import IDENTITY
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.cli.tables import points_lines
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 REWOUND_TO, ORPHAN, THIRD, NEWEST = (

@@ -20,7 +20,7 @@ from orchestrator.config.loading import as_job, load_config, parse_config
 from orchestrator.config.problems import OTHER_NAMES
 from orchestrator.errors import ConfigError
 from tests.raising import check_error, raises
-from tests.test_deployments import JOBS
+from tests.small_configs import JOBS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"

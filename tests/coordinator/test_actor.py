@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,100 +23,41 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import feeder_notes, launch_driver
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.coordinator_start import CoordinatorStart
-from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_reports import BadDocument, FeedNotes
 from orchestrator.errors import StorageError, UnsavedError, report_of
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.journal.segment_log import GrowingSegments
 from orchestrator.history.request_files import STOP_NOW, Request
 from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.process.progress import Progress
-from orchestrator.planning.schedule import Budgets
 from orchestrator.records.backoff import Backoff
-from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
+from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
-from tests.checkpoint.samples import CONFIG, cursor, key, no_sleep, record, write_vote
+from tests.checkpoint.samples import cursor, key, no_sleep, record, write_vote
+from tests.coordinator.builders import (
+    JOIN,
+    LAUNCH,
+    LIMIT_S,
+    coordinator,
+    ended,
+    flushed,
+    on_failing_disk,
+    run,
+    status,
+    what_it_needs,
+    with_disk,
+)
 from tests.raising import raises
 from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore
 
-LIMIT_S = 60.0
-LAUNCH = "aaaa"
+pytestmark = pytest.mark.usefixtures("patient")
+
 GONE = key(7).point_name
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is: what can be answered is not asked for again."""
-    monkeypatch.setattr(coordinator_module, "ANSWER_S", LIMIT_S)
-    monkeypatch.setattr(feeder_notes, "NOTES_LIMIT_S", LIMIT_S)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> RunStore:
-    """A run whose first attempt is claimed and has not begun."""
-    store = RunStore(Storage(str(tmp_path / "run")))
-    store.claim(1, LAUNCH, START, "host")
-    store.write_parent(ClaimParent(attempt=1, parent=None))
-    return store
-
-
-def coordinator(
-    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0, notes: Any = None
-) -> Coordinator:
-    """Of a launch with one worker, if not said otherwise; no member is ever known to be dead."""
-    return Coordinator(what_it_needs(store, min_workers, max_workers, limit_s), lambda info: None, notes)
-
-
-def what_it_needs(
-    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
-) -> CoordinatorStart:
-    attempt = Attempt(
-        number=1,
-        launch=LAUNCH,
-        why=START,
-        point=None,
-        inherited=(),
-        step_label=0,
-        budgets=Budgets(),
-        encoders=(),
-    )
-    return CoordinatorStart(
-        attempt=attempt,
-        storage=store.storage.root,
-        min_workers=min_workers,
-        max_workers=max_workers,
-        expected=max_workers,
-        max_failures=3,
-        keep_latest=3,
-        run="tiny",
-        global_batch_size=8,
-        seq_len=32,
-        flat_config=CONFIG,
-        rng={"rule": "none"},
-        storage_limit_s=limit_s,
-    )
-
-
-JOIN = JoinRequest(
-    member="m",
-    launch=LAUNCH,
-    actor_id="",
-    node_id="n",
-    host="127.0.0.1",
-    port=1,
-    key=None,
-    leaves=None,
-    prepared=None,
-    cursor=None,
-)
 
 
 def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(store: RunStore) -> None:
@@ -302,72 +241,12 @@ def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobod
     assert [r.step for r in read_journal(store.storage).records] == [1, 2]
 
 
-class FailingDisk(OsDisk):
-    """Fails every write and sync of a file while `broken`, and hangs them while `hanging` is not set."""
-
-    def __init__(self) -> None:
-        self.broken = False
-        self.hanging = threading.Event()
-        self.hanging.set()
-
-    def write(self, handle: int, data: memoryview) -> int:
-        self._fail()
-        return super().write(handle, data)
-
-    def fsync(self, handle: int) -> None:
-        self._fail()
-        super().fsync(handle)
-
-    def _fail(self) -> None:
-        self.hanging.wait(LIMIT_S)
-        if self.broken:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def on_failing_disk(store: RunStore) -> tuple[RunStore, FailingDisk]:
-    disk = FailingDisk()
-    return RunStore(Storage(store.storage.root, disk, no_sleep)), disk
-
-
-async def flushed(actor: Coordinator) -> None:
-    """What was given to the thread that waits for storage, the journal's regular flush too, is done."""
-    await actor._commits.on_disk(lambda: None)
-
-
 async def until(actor: Coordinator, holds: Callable[[Coordinator], Awaitable[bool]]) -> None:
     """Returns when it holds; looked at whenever the coordinator has something new to say."""
     seen = (-1, -1)
     while not await holds(actor):
         news = await actor.status(seen, 0.5)
         seen = (news.attempt, news.version)
-
-
-async def ended(actor: Coordinator | CoordinatorProcess) -> RunStatus:
-    """The status that says how the run ended, which is written down then: it may have ended by itself."""
-    news = await actor.status((-1, -1), 0.0)
-    while news.ended is None:
-        news = await actor.status((news.attempt, news.version), 0.5)
-    return news
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(work(), LIMIT_S)
-
-    asyncio.run(limited())
-
-
-async def status(actor: Coordinator) -> RunStatus:
-    return await actor.status((-1, -1), 0.0)
-
-
-def with_disk(actor: Coordinator, store: RunStore) -> Coordinator:
-    """Its journal goes to another disk from now on."""
-    log = actor._journal._log
-    assert isinstance(log, GrowingSegments)
-    log._storage = store.storage
-    actor._journal.close()
-    return actor
 
 
 def test_a_journal_that_fails_for_a_while_costs_no_step_and_the_user_is_told(store: RunStore) -> None:

@@ -26,8 +26,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import cursor, key, no_sleep, record, write_vote
-from tests.coordinator import test_actor
-from tests.coordinator.test_actor import (
+from tests.coordinator.builders import (
     JOIN,
     LAUNCH,
     LIMIT_S,
@@ -41,7 +40,7 @@ from tests.coordinator.test_actor import (
 )
 from tests.raising import raises
 
-store, patient = test_actor.store, test_actor.patient
+pytestmark = pytest.mark.usefixtures("patient")
 
 OTHER = "bbbb"  # another launch
 Call = Callable[[Coordinator, RunStore], Awaitable[object]]

@@ -32,9 +32,9 @@ from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.coordinator.machine.launch_history import Places
 from orchestrator.records.steps import StateKey
+from tests.checkpoint.commit_machines import vote
 from tests.checkpoint.quick_storage import tell_machine
 from tests.checkpoint.samples import key
-from tests.checkpoint.test_commit_machine import vote
 
 MEMBERS = ("a", "b")
 DUE = {1: key(10), 2: key(25, generation=2)}  # the save of a generation

@@ -22,7 +22,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, RunOver, Source
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.samples import key, record
-from tests.coordinator.test_actor import JOIN, LAUNCH
+from tests.coordinator.builders import JOIN, LAUNCH
 
 
 def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> None:

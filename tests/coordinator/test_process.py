@@ -24,8 +24,7 @@ from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, no_sleep, record, write_vote
-from tests.coordinator import test_actor
-from tests.coordinator.test_actor import (
+from tests.coordinator.builders import (
     JOIN,
     LAUNCH,
     LIMIT_S,
@@ -35,8 +34,6 @@ from tests.coordinator.test_actor import (
     run,
     what_it_needs,
 )
-
-store = test_actor.store
 
 
 @pytest.fixture(autouse=True)

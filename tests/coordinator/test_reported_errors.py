@@ -18,7 +18,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey
-from tests.coordinator.test_actor import JOIN, LAUNCH
+from tests.coordinator.builders import JOIN, LAUNCH
 
 OURS = sorted(
     name

@@ -18,16 +18,9 @@ from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import ControlRequests, GenerationView
 from tests.checkpoint.samples import key, record, write_vote
-from tests.coordinator.test_actor import (  # noqa: F401
-    JOIN,
-    LAUNCH,
-    coordinator,
-    patient,
-    run,
-    status,
-    store,
-    what_it_needs,
-)
+from tests.coordinator.builders import JOIN, LAUNCH, coordinator, run, status, what_it_needs
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +41,13 @@ async def two(actor: Coordinator) -> None:
     await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
 
 
-def given_up(store: RunStore) -> list[tuple[str, float]]:  # noqa: F811
+def given_up(store: RunStore) -> list[tuple[str, float]]:
     events = [event for event in read_journal(store.storage).events if event.kind == "save given up"]
     return [(event.fields["point"], event.fields["retry_s"]) for event in events]
 
 
 def test_a_report_that_comes_late_is_not_taken_for_the_begin_of_the_save_that_is_asked_for(
-    store: RunStore,  # noqa: F811
+    store: RunStore,
 ) -> None:
     async def launch() -> None:
         actor = coordinator(store, min_workers=2, max_workers=2)
@@ -77,7 +70,7 @@ def test_a_report_that_comes_late_is_not_taken_for_the_begin_of_the_save_that_is
 
 
 def test_who_read_what_a_failed_save_may_cost_reads_once_that_one_succeeded(
-    store: RunStore,  # noqa: F811
+    store: RunStore,
 ) -> None:
     async def launch() -> None:
         actor = coordinator(store)
@@ -96,7 +89,7 @@ def test_who_read_what_a_failed_save_may_cost_reads_once_that_one_succeeded(
 
 
 def test_after_the_last_step_nobody_is_told_that_training_goes_on_but_what_is_not_saved(
-    store: RunStore,  # noqa: F811
+    store: RunStore,
 ) -> None:
     two_steps = Length(given=16, unit="samples", global_batch_size=8, seq_len=32, tokens=512)
     begin = what_it_needs(store)
@@ -124,7 +117,7 @@ def test_after_the_last_step_nobody_is_told_that_training_goes_on_but_what_is_no
     run(launch)
 
 
-def test_a_save_that_lost_a_worker_is_made_again_before_the_next_one_is_due(store: RunStore) -> None:  # noqa: F811
+def test_a_save_that_lost_a_worker_is_made_again_before_the_next_one_is_due(store: RunStore) -> None:
     async def launch() -> None:
         actor = coordinator(store, min_workers=2, max_workers=2)
         await two(actor)
@@ -143,7 +136,7 @@ def test_a_save_that_lost_a_worker_is_made_again_before_the_next_one_is_due(stor
 
 
 def test_a_save_that_lost_its_coordinator_is_given_up_by_the_next_one_once_and_made_again(
-    store: RunStore,  # noqa: F811
+    store: RunStore,
 ) -> None:
     async def launch() -> None:
         old = coordinator(store, min_workers=2, max_workers=2)

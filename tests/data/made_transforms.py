@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator import BadDocument
+from tests.data.format_writers import Record
+from tests.data.making import some_texts
 
 VERSION = "7"
 Fields = dict[str, Any]
@@ -155,3 +157,26 @@ def changes_its_fields(document: Fields, seed: int) -> Fields:
     del seed
     document["tags"].append("seen")
     return {"text": f"{document['tags']} {document['text']}"}
+
+
+def some_records(num: int) -> list[Record]:
+    """Texts with a score, a language inside of an object, and a list."""
+    return [
+        {
+            "text": text,
+            "score": i * 7 % 5,
+            "meta": {"lang": ("en", "de", None)[i % 3], "url": f"https://host/{i}"},
+            "tags": [f"t{j}" for j in range(i % 3)],
+        }
+        for i, text in enumerate(some_texts(num))
+    ]
+
+
+HERE = "tests.data.made_transforms"
+TOLD = ["3~", "0~", "", "2~", "b~", "e~", "", "5~", "1~"]
+
+
+def told_texts(num: int, longest: int = 40) -> list[str]:
+    """Texts of which each says what becomes of it."""
+    texts = [text for text in some_texts(2 * num, longest) if text][:num]
+    return [TOLD[i % len(TOLD)] + text for i, text in enumerate(texts)]

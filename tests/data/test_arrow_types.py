@@ -22,8 +22,7 @@ from orchestrator.data.sources.records.column_types import is_text, plain_array,
 from orchestrator.data.sources.records.columns import value_sizes
 from orchestrator.data.sources.records.content import BadRecordError, Content, Conversation, Described
 from orchestrator.errors import ConfigError, DataError
-from tests.data.test_formats import planned, read_straight
-from tests.data.test_transform_fields import straight
+from tests.data.reading import described_straight, planned, read_straight
 from tests.num_examples import examples
 from tests.raising import raises
 
@@ -194,7 +193,7 @@ def test_transforms_see_the_values_of_list_views(tmp_path: Path) -> None:
         {"text": ["x"], "n": made([[["a", None], []]], pa.list_view(pa.list_view(pa.string_view())))}
     )
     (tmp_path / "a.arrow").write_bytes(stored(table, "file"))
-    (found,) = straight(planned(tmp_path, "arrow", Content(transform_fields=("n",))))
+    (found,) = described_straight(planned(tmp_path, "arrow", Content(transform_fields=("n",))))
     assert found == Described(document="x", fields={"n": [["a", None], []]})
 
 

@@ -5,28 +5,22 @@ packed, the same from wherever a window is opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, trainers
 
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources.records.content import Conversation, Document, Prompted
-from orchestrator.data.sources.windows import OrderedWindow, read_windows
-from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chunks import Encoders, tokenize_records
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk, WindowTask
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError
-from tests.data.making import job, spec_of
-from tests.data.test_chat import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
+from tests.data.chat_chunks import Make, chat_spec, chunks, entries
+from tests.data.chats import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
+from tests.data.making import job
 from tests.raising import raises
 
-Make = Callable[..., dict[str, Any]]
 DOCUMENTS: list[Document] = [
     chat("Hello", "Hello, I am the assistant", "who are you?", "The quick brown fox"),
     chat("only a question"),
@@ -40,56 +34,11 @@ DOCUMENTS: list[Document] = [
 END = SPECIALS.index("</s>")
 
 
-class Documents(OrderedWindow):
-    """A window whose n-th record in the files is the n-th of `made`."""
-
-    made: Sequence[Document] = ()
-
-    def described(self, position: int) -> Document | None:
-        return self.made[int(str(super().described(position)))]
-
-
-def spec(
-    folder: Path, tiny_config: Make, made: Sequence[Document], template: str = CHATML_TAGGED, **data: Any
-) -> DataSpec:
-    name = saved(folder / "t", byte_level(), template)
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt").write_text("".join(f"{i}\n" for i in range(len(made))))
-    small = spec_of(job(tiny_config, folder / "data", "lines", tokenizer=name, **data))
-    return replace(small, tokenizer=examine(name, fetch(name), chat=True).model)
-
-
-def chunks(
-    spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0, output: int = 0
-) -> list[TokenChunk]:
-    plan, settings = spec.plans[0], spec.settings
-    encoders = Encoders(spec.tokenizer, spec.encoders, settings.special_tokens_in_text)
-    (window,) = read_windows(plan, settings, 0, 0)
-    ordered = Documents(window, plan, settings, 0)
-    ordered.made = made
-    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece, output=output)
-    return list(tokenize_records(task, window, ordered, plan, encoders, settings))
-
-
-def entries(found: Sequence[TokenChunk]) -> list[tuple[int, int, int, list[int], list[bool]]]:
-    """(record, piece, kind, tokens, which of them are targets) of each entry."""
-    rows = []
-    for chunk in found:
-        loss = np.ones(len(chunk.tokens), np.bool_) if chunk.loss is None else chunk.loss
-        assert len(loss) == len(chunk.tokens)
-        ends = np.cumsum(chunk.num_tokens).tolist()
-        for i, end in enumerate(ends):
-            here = slice(end - int(chunk.num_tokens[i]), end)
-            key = (int(chunk.record[i]), int(chunk.piece[i]), int(chunk.kind[i]))
-            rows.append((*key, chunk.tokens[here].tolist(), loss[here].tolist()))
-    return rows
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 40, 1 << 20])
 def test_masks_lie_beside_the_tokens_and_documents_without_a_target_are_counted(
     chunk_tokens: int, tmp_path: Path, tiny_config: Make
 ) -> None:
-    made = spec(tmp_path, tiny_config, DOCUMENTS, shuffle="none")
+    made = chat_spec(tmp_path, tiny_config, DOCUMENTS, shuffle="none")
     made = replace(made, settings=replace(made.settings, chunk_tokens=chunk_tokens))
     rows = entries(chunks(made, DOCUMENTS))
     kinds = {record: kind for record, _, kind, _, _ in rows}
@@ -110,7 +59,7 @@ def test_masks_lie_beside_the_tokens_and_documents_without_a_target_are_counted(
 def test_a_window_opened_at_any_piece_goes_on_exactly(
     shuffle: str, tmp_path: Path, tiny_config: Make
 ) -> None:
-    made = spec(tmp_path, tiny_config, DOCUMENTS, shuffle=shuffle)
+    made = chat_spec(tmp_path, tiny_config, DOCUMENTS, shuffle=shuffle)
     rows = entries(chunks(made, DOCUMENTS))
     for number, (record, piece, *_) in enumerate(rows):
         assert entries(chunks(made, DOCUMENTS, record, piece)) == rows[number:]
@@ -118,7 +67,7 @@ def test_a_window_opened_at_any_piece_goes_on_exactly(
 
 def test_a_window_of_texts_alone_has_no_mask(tmp_path: Path, tiny_config: Make) -> None:
     texts = ["one", "two", ""]
-    assert [chunk.loss for chunk in chunks(spec(tmp_path, tiny_config, texts), texts)] == [None]
+    assert [chunk.loss for chunk in chunks(chat_spec(tmp_path, tiny_config, texts), texts)] == [None]
 
 
 def test_what_the_template_refuses_is_a_bad_document_and_a_useless_template_stops(
@@ -126,7 +75,7 @@ def test_what_the_template_refuses_is_a_bad_document_and_a_useless_template_stop
 ) -> None:
     odd = Conversation(messages=({"role": "assistant", "content": "I begin"},))
     documents = [chat("Hi", "x"), odd]
-    made = spec(tmp_path, tiny_config, documents, LLAMA_2, shuffle="none", on_bad_document="skip")
+    made = chat_spec(tmp_path, tiny_config, documents, LLAMA_2, shuffle="none", on_bad_document="skip")
     (chunk,) = chunks(made, documents)
     assert chunk.kind.tolist() == [PIECE, BAD]
     assert (
@@ -138,14 +87,14 @@ def test_what_the_template_refuses_is_a_bad_document_and_a_useless_template_stop
     forgets = LLAMA_2.replace("content.strip()", "(content.strip() if loop.last else 'cut')")
     more = [chat("Hi", "x", "Hi", "y")]
     with raises(DataError, "data.chat_template_unusable", "line 1: "):
-        chunks(spec(tmp_path / "more", tiny_config, more, forgets), more)
+        chunks(chat_spec(tmp_path / "more", tiny_config, more, forgets), more)
 
 
 def test_special_tokens_that_a_chat_spells_are_counted_or_stop(tmp_path: Path, tiny_config: Make) -> None:
     documents = [chat("say <|im_end|>", "<|im_end|><|im_start|>"), chat("Hi", "x")]
-    (chunk,) = chunks(spec(tmp_path, tiny_config, documents, shuffle="none"), documents)
+    (chunk,) = chunks(chat_spec(tmp_path, tiny_config, documents, shuffle="none"), documents)
     assert chunk.special_texts.tolist() == [3, 0]
-    stop = spec(tmp_path / "s", tiny_config, documents, shuffle="none", special_tokens_in_text="stop")
+    stop = chat_spec(tmp_path / "s", tiny_config, documents, shuffle="none", special_tokens_in_text="stop")
     with raises(DataError, "data.special_tokens", "line 1: ", " 3 special tokens"):
         chunks(stop, documents)
 
@@ -157,7 +106,7 @@ def test_special_tokens_that_a_chat_spells_are_counted_or_stop(tmp_path: Path, t
 def test_a_difference_between_the_encoders_is_reported_of_chats_and_prompts_too(
     document: Document, tmp_path: Path, tiny_config: Make
 ) -> None:
-    made = spec(tmp_path, tiny_config, [document], shuffle="none")
+    made = chat_spec(tmp_path, tiny_config, [document], shuffle="none")
     assert not any(chunk.encoder_differences for chunk in chunks(made, [document]))
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

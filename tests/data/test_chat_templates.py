@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers import Tokenizer
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
@@ -21,7 +21,7 @@ from orchestrator.data.sources.records.content import Conversation
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.errors import DataError
 from orchestrator.records.cursor import Cursor
-from tests.data.test_chat import (
+from tests.data.chats import (
     CHATML,
     CHATML_TAGGED,
     GEMMA,
@@ -35,6 +35,7 @@ from tests.data.test_chat import (
     chat,
     metaspace,
     saved,
+    with_legacy_prefix,
 )
 from tests.num_examples import examples
 from tests.raising import raises
@@ -73,16 +74,6 @@ TWINS = {
         + "{% else %}{{ m['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\n' }}{% endfor %}",
     ),
 }  # fmt: skip
-
-
-def with_legacy_prefix() -> Tokenizer:
-    """As Llama 2 has it: the space before a text is a normalizer's."""
-    content = json.loads(metaspace("always").to_str())
-    content["pre_tokenizer"] = None
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return tokenizer
 
 
 def that_takes_space(**flags: bool) -> Tokenizer:

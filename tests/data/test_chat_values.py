@@ -18,7 +18,6 @@ from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.sources.records.content import (
     BadRecordError,
-    Content,
     Conversation,
     WrongChatValueError,
 )
@@ -26,48 +25,21 @@ from orchestrator.data.sources.records.documents import document_of
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.transforms import Transforms, find_transform
 from orchestrator.errors import ConfigError
+from tests.data.chat_values import CALL, CHAT, CODE, MESSAGES, TOOL, conversation, in_function, json_text
+from tests.data.chats import CHATML, CHATML_TAGGED, GEMMA, SPECIALS, TOOLS, Chat, byte_level, saved
 from tests.data.format_writers import write_files
-from tests.data.test_chat import CHATML, CHATML_TAGGED, GEMMA, SPECIALS, TOOLS, Chat, byte_level, saved
-from tests.data.test_formats import planned, read_straight
+from tests.data.reading import planned, read_straight
 from tests.raising import raises
-
-CODE = "data.chat_value_type"
-CALL = {"type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
-MESSAGES = [
-    {"role": "user", "content": "How is it in Oslo?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "rain"},
-    {"role": "assistant", "content": "It rains."},
-]
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "required": ["city"]}},
-}
-CHAT = Content(kind="chat")
-
-
-def text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def conversation(messages: Any = MESSAGES, **beside: Any) -> Conversation:
-    found = document_of({"messages": messages, **beside}, CHAT)
-    assert isinstance(found, Conversation)
-    return found
-
-
-def in_function(**changes: Any) -> dict[str, Any]:
-    return {**TOOL, "function": {**TOOL["function"], **changes}}
 
 
 @pytest.mark.parametrize(
     "tools",
     [
-        text([TOOL]),
-        [text(TOOL)],
-        [{**TOOL, "function": text(TOOL["function"])}],
-        [in_function(parameters=text(TOOL["function"]["parameters"]))],
-        text([text(TOOL)]),
+        json_text([TOOL]),
+        [json_text(TOOL)],
+        [{**TOOL, "function": json_text(TOOL["function"])}],
+        [in_function(parameters=json_text(TOOL["function"]["parameters"]))],
+        json_text([json_text(TOOL)]),
     ],
 )
 def test_tools_as_json_text_are_the_tools(tools: Any) -> None:
@@ -81,7 +53,7 @@ def test_no_tools_are_none_or_an_empty_list(tools: Any) -> None:
 
 @pytest.mark.parametrize(
     "tools",
-    ["", "look", "[", text(TOOL), TOOL, 5, True, [5], ["look"], [None], text(text([TOOL])),
+    ["", "look", "[", json_text(TOOL), TOOL, 5, True, [5], ["look"], [None], json_text(json_text([TOOL])),
      [in_function(parameters="x")], [in_function(parameters=5)], [{"function": ["look"]}]],
 )  # fmt: skip
 def test_anything_else_as_tools_is_refused(tools: Any) -> None:
@@ -93,10 +65,10 @@ def test_anything_else_as_tools_is_refused(tools: Any) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        text(MESSAGES),
-        [text(message) for message in MESSAGES],
-        [{**m, "tool_calls": text(m["tool_calls"])} if "tool_calls" in m else m for m in MESSAGES],
-        [{**m, "tool_calls": [text(CALL)]} if "tool_calls" in m else m for m in MESSAGES],
+        json_text(MESSAGES),
+        [json_text(message) for message in MESSAGES],
+        [{**m, "tool_calls": json_text(m["tool_calls"])} if "tool_calls" in m else m for m in MESSAGES],
+        [{**m, "tool_calls": [json_text(CALL)]} if "tool_calls" in m else m for m in MESSAGES],
     ],
 )
 def test_messages_and_calls_as_json_text_are_these(messages: Any) -> None:
@@ -106,7 +78,7 @@ def test_messages_and_calls_as_json_text_are_these(messages: Any) -> None:
 @pytest.mark.parametrize(
     "messages",
     ["Hi", "", "{}", {"role": ["user"], "content": ["Hi"]}, 5, [], [[]], ["Hi"], [{"content": "Hi"}],
-     [{"role": 1, "content": "Hi"}], [{"role": None, "content": "Hi"}], text(text(MESSAGES)),
+     [{"role": 1, "content": "Hi"}], [{"role": None, "content": "Hi"}], json_text(json_text(MESSAGES)),
      *([{"role": "user", "content": c}] for c in (5, 1.5, True, ["Hi"], [{"type": 1}], [{"type": "text"}])),
      *([{"role": "assistant", "tool_calls": c}] for c in ("x", {}, 5, [5], ["x"], [{"function": 5}])),
      *([{"role": "assistant", "tool_calls": [{"function": {"arguments": a}}]}] for a in (5, True, [1])),
@@ -120,7 +92,7 @@ def test_anything_else_as_messages_is_refused(messages: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ in files
 def json_column(values: list[Any]) -> pa.Array:
-    texts = pa.array([None if value is None else text(value) for value in values], pa.string())
+    texts = pa.array([None if value is None else json_text(value) for value in values], pa.string())
     return pa.ExtensionArray.from_storage(pa.json_(pa.string()), texts)
 
 
@@ -154,7 +126,7 @@ def nested_json() -> pa.Table:
 
 
 def with_text(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {**value, "function": {**value["function"], name: text(value["function"][name])}}
+    return {**value, "function": {**value["function"], name: json_text(value["function"][name])}}
 
 
 def without_json(kind: pa.DataType) -> pa.DataType:
@@ -194,15 +166,15 @@ def whole_json() -> pa.Table:
 TABLES = {
     "json": whole_json,
     "older readers": lambda: as_older_readers_see_it(whole_json()),
-    "text": lambda: pa.table({"messages": [text(MESSAGES)] * 2, "tools": [text([TOOL]), None]}),
+    "text": lambda: pa.table({"messages": [json_text(MESSAGES)] * 2, "tools": [json_text([TOOL]), None]}),
     "nested": nested_json,
     "list of json": lambda: pa.table(
-        {"messages": [[text(m) for m in MESSAGES]] * 2, "tools": pa.array([[text(TOOL)], None])}
+        {"messages": [[json_text(m) for m in MESSAGES]] * 2, "tools": pa.array([[json_text(TOOL)], None])}
     ),
     "large text": lambda: pa.table(
         {
-            "messages": pa.array([text(MESSAGES)] * 2, pa.large_string()),
-            "tools": json_column([text([TOOL]), None]),
+            "messages": pa.array([json_text(MESSAGES)] * 2, pa.large_string()),
+            "tools": json_column([json_text([TOOL]), None]),
         }
     ),
 }
@@ -236,7 +208,7 @@ def test_what_json_says_keeps_its_nulls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["jsonl", "cbor", "mds", "parquet", "arrow", "hf_dataset"])
 def test_tools_as_text_are_the_tools_in_every_format(form: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
-    write_files(tmp_path, form, [[{"messages": messages, "tools": text([TOOL])}]])
+    write_files(tmp_path, form, [[{"messages": messages, "tools": json_text([TOOL])}]])
     ((_, document),) = read_straight(planned(tmp_path, form, CHAT))
     assert rendered(document) == (messages, [TOOL])
 
@@ -246,9 +218,9 @@ def test_tools_as_text_are_the_tools_in_every_format(form: str, tmp_path: Path) 
     [
         {"messages": [[1, 2]]},
         {"messages": [5]},
-        {"messages": [text(MESSAGES)], "tools": [5]},
-        {"messages": [text(MESSAGES)], "tools": [{"a": 1}]},
-        {"messages": [text(MESSAGES)], "chat_template_kwargs": [[1]]},
+        {"messages": [json_text(MESSAGES)], "tools": [5]},
+        {"messages": [json_text(MESSAGES)], "tools": [{"a": 1}]},
+        {"messages": [json_text(MESSAGES)], "chat_template_kwargs": [[1]]},
     ],
 )
 def test_columns_that_can_hold_no_such_value_are_refused_before_the_start(
@@ -261,7 +233,7 @@ def test_columns_that_can_hold_no_such_value_are_refused_before_the_start(
 
 
 def test_a_list_that_an_earlier_version_froze_keeps_its_values_as_they_are(tmp_path: Path) -> None:
-    record = {"messages": MESSAGES, "tools": text([TOOL])}
+    record = {"messages": MESSAGES, "tools": json_text([TOOL])}
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     manifest = freeze_listed("s", list_files("s", str(tmp_path), "jsonl"), "jsonl", CHAT)
     assert not from_parquet(to_parquet(manifest), "here").content.as_stored
@@ -270,7 +242,7 @@ def test_a_list_that_an_earlier_version_froze_keeps_its_values_as_they_are(tmp_p
     assert old.digest == manifest.digest, "how values are read is no part of a list's identity"
     document = document_of(record, old.content)
     assert isinstance(document, Conversation)
-    assert (document.tools, document.as_stored) == (text([TOOL]), True)
+    assert (document.tools, document.as_stored) == (json_text([TOOL]), True)
 
 
 # ------------------------------------------------------------------------------------------ in templates
@@ -355,7 +327,7 @@ CALLS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
 
 
 @pytest.mark.parametrize("template", [TOOLS, CALLS])
-@pytest.mark.parametrize("tools", [None, [], text([TOOL]), [TOOL]])
+@pytest.mark.parametrize("tools", [None, [], json_text([TOOL]), [TOOL]])
 def test_ids_are_those_of_transformers_for_what_the_record_means(
     template: str, tools: Any, tmp_path: Path
 ) -> None:
@@ -434,7 +406,7 @@ def test_a_record_sets_variables_of_its_template(variables: Any, as_text: bool, 
 
     name = saved(tmp_path, byte_level(), THINKS)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    given = text(variables) if as_text and variables is not None else variables
+    given = json_text(variables) if as_text and variables is not None else variables
     reference = AutoTokenizer.from_pretrained(name)
     expected = reference.apply_chat_template(messages, **(variables or {}))["input_ids"]
     assert Chat(name)(conversation(messages, chat_template_kwargs=given))[0] == expected
@@ -467,6 +439,6 @@ def test_a_transform_sees_the_values_and_returns_them(
         "    return {**document, 'tools': '[]'}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    document = conversation(tools=text([TOOL]), chat_template_kwargs='{"thinking": false}')
+    document = conversation(tools=json_text([TOOL]), chat_template_kwargs='{"thinking": false}')
     (made,) = Transforms([find_transform("sees_values:first")]).outputs(document, 0)
     assert made == replace(document, tools=[])

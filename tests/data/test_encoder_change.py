@@ -11,32 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.encoder import Encoder, installed_version
+from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError
-from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder
+from orchestrator.planning.encoders import EncoderSpan, encoder_of_epoch, with_encoder
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
+from tests.data.encoders import FAST, SLOW, save_tokenizer
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
-FAST, SLOW = (EncoderChoice(name=n, version=installed_version(n) or "") for n in ("gigatoken", "tokenizers"))
-
-
-def save_tokenizer(folder: Path, texts: list[str]) -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    return str(folder)
 
 
 @pytest.fixture

@@ -10,14 +10,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from ray._private.state import actors  # the public state API needs a dashboard
@@ -26,7 +23,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.feed_reports import FeederStats
 from orchestrator.data.feed.feeder import Feeder
-from orchestrator.data.feed.feeder_actor import pinned, start_feeder
+from orchestrator.data.feed.feeder_actor import pinned
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.pipeline_thread import PipelineThreads, Taker
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
@@ -39,18 +36,24 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
 from orchestrator.records.cursor import Cursor, SourceCursor
-from orchestrator.records.membership import GenerationView
-from orchestrator.records.steps import BatchSlice, StepRange
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
+from tests.data.feeding import (
+    MICRO,
+    SEQ_LEN,
+    STEP_TOKENS,
+    assert_stream,
+    coming,
+    feeder,
+    following,
+    generations,
+    train,
+    view,
+)
 from tests.data.making import job, some_texts, write_corpus
 from tests.raising import check_error, raises
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster"), pytest.mark.xdist_group("ray")]
-
-SEQ_LEN, MICRO = 32, 2
-STEP_TOKENS = 8192  # large steps: the tests pass through many slots in few steps
-launches, generations = count(), count(1)
 
 
 @pytest.fixture(scope="module")
@@ -62,82 +65,6 @@ def spec(tiny_config: TinyConfig) -> DataSpec:
 @pytest.fixture(scope="module")
 def samples(spec: DataSpec) -> list[Any]:
     return list(open_samples(spec, Cursor(), SEQ_LEN))
-
-
-@contextmanager
-def feeder(spec: DataSpec, **changes: Any) -> Iterator[tuple[Any, str]]:
-    launch = f"launch-{next(launches)}"
-    options = {"num_tokenizers": 2, "replay_bytes": 1 << 20, **changes}
-    actor = start_feeder(launch, spec, **options)
-    try:
-        yield actor, launch
-    finally:
-        ray.kill(actor)
-
-
-def view(generation: int, launch: str = "", rank: int = 0, world_size: int = 1) -> GenerationView:
-    return GenerationView(
-        attempt=1, generation=generation, rank=rank, world_size=world_size, members=(), host="", port=0,
-        parent=None, source_rank=None, point=None, cursor=None, step=0, launch=launch,
-    )  # fmt: skip
-
-
-def following(cursor: Cursor, num_samples: int, seq_len: int = SEQ_LEN) -> StepRange:
-    return StepRange(
-        first_sample=cursor.consumed_samples,
-        num_samples=num_samples,
-        num_tokens=num_samples * seq_len,
-        seq_len=seq_len,
-    )
-
-
-def coming(cursor: Cursor, num_samples: int, seq_len: int) -> list[StepRange]:
-    after = following(cursor, num_samples, seq_len)
-    return [replace(after, first_sample=after.first_sample + n * num_samples) for n in range(4)]
-
-
-def train(
-    feeds: Sequence[Any],
-    cursor: Cursor,
-    num_steps: int | None,
-    num_samples: int = STEP_TOKENS // SEQ_LEN,
-    seq_len: int = SEQ_LEN,
-    after_step: Callable[[int], None] | None = None,
-) -> tuple[list[np.ndarray], Cursor]:
-    """All ranks in turn take their shares of the coming steps, as the loop does; the samples in order, and
-    the cursor behind them.
-    """
-    taken: list[np.ndarray] = []
-    for number in count():
-        if number == num_steps:
-            return taken, cursor
-        step = following(cursor, num_samples, seq_len)
-        parts = [feed.get(step, rank, len(feeds), MICRO, cursor) for rank, feed in enumerate(feeds)]
-        for rank, feed in enumerate(feeds):
-            feed.prefetch(coming(parts[0].cursor, num_samples, seq_len), rank, len(feeds), MICRO)
-        taken += [sample for part in parts for sample in stacked(part)]
-        assert (
-            len({(part.step, part.step_digest, part.step_targets, part.end_of_data) for part in parts}) == 1
-        )
-        cursor = parts[0].cursor
-        if after_step is not None:
-            after_step(number)
-        if parts[0].end_of_data:
-            return taken, cursor
-    raise AssertionError("unreachable")
-
-
-def stacked(part: BatchSlice) -> np.ndarray:
-    return np.stack([part.input_ids, part.labels, part.document_ids], axis=1)
-
-
-def assert_stream(taken: list[np.ndarray], samples: Sequence[Any]) -> None:
-    """Exactly these samples, one by one."""
-    assert len(taken) == len(samples)
-    for found, sample in zip(taken, samples, strict=True):
-        assert np.array_equal(found, np.stack([sample.input_ids, sample.labels, sample.document_ids])), (
-            sample.index
-        )
 
 
 def stats_of(actor: Any) -> FeederStats:

@@ -18,7 +18,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
 from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
-from tests.data.test_feeder import assert_stream, feeder, train, view
+from tests.data.feeding import assert_stream, feeder, train, view
 from tests.raising import raises
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster"), pytest.mark.xdist_group("ray")]

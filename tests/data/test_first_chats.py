@@ -16,7 +16,7 @@ from orchestrator.data.dataset import prepare_data
 from orchestrator.data.first_records import NUM_RENDERED, check_first_records
 from orchestrator.errors import ConfigError
 from orchestrator.launch.api import plan
-from tests.data.test_chat import CHATML, CHATML_TAGGED, byte_level, saved
+from tests.data.chats import CHATML, CHATML_TAGGED, byte_level, saved
 
 Make = Callable[..., dict[str, Any]]
 GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -29,7 +29,7 @@ from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers
 from tests.data.format_writers import PRESS, WRITERS, write_files
-from tests.data.test_formats import planned, read, read_straight
+from tests.data.reading import planned, read, read_straight
 from tests.raising import check_error, raises
 from tests.traced import traced
 
@@ -340,7 +340,7 @@ def test_whatever_is_damaged_the_errors_are_ours(form: str, tmp_path: Path) -> N
     records = [{"text": f"text {i}", "messages": [{"role": "user", "content": f"q {i}"}]} for i in range(12)]
     flat = form in ("lines", "csv", "tsv")
     write_files(tmp_path, form, [[{"text": r["text"]} for r in records] if flat else records])
-    file, chance = tmp_path / FILES[form], random.Random(form)  # noqa: S311
+    file, chance = tmp_path / FILES[form], random.Random(form)
     whole, wrong = file.read_bytes(), 0
     chat = "json.messages" if form == "webdataset" else "messages"
     for number in range(40):

@@ -21,23 +21,22 @@ from orchestrator.config.sections import FORMAT_NAMES
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.sources.formats import arrow, csv, format_of
-from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.fragments import plan_source
 from orchestrator.data.sources.lists.listing import list_files
-from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
-from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.lists.manifest import freeze_listed
 from orchestrator.data.sources.records.content import (
     BadRecordError,
     Content,
     Conversation,
-    Document,
     Prompted,
 )
 from orchestrator.data.sources.records.line_records import other_encoding
-from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers
 from tests.data.format_writers import PRESS, Record, write_files
 from tests.data.making import job, plain, samples, spec_of
+from tests.data.reading import planned, read, read_straight
 from tests.num_examples import examples
 from tests.raising import raises
 
@@ -78,39 +77,6 @@ def dealt(form: str, texts: Sequence[str], more: bool = True) -> list[list[Recor
     third = len(records) // 3
     empty = [] if form in ("parquet", "arrow", "hf_dataset", "mds", "csv", "tsv") else [[]]
     return [records[:third], *empty, records[third : third + 1], records[third + 1 :]]
-
-
-def planned(
-    folder: Path, form: str, content: Content, sizes: tuple[int, int] = (1 << 20, 1 << 20)
-) -> SourcePlan:
-    manifest = freeze_listed("s", list_files("s", str(folder), form), form, content)
-    assert from_parquet(to_parquet(manifest), "here") == manifest
-    return plan_source(manifest, *sizes)
-
-
-def read(plan: SourcePlan, window_bytes: int, shuffle: str) -> list[tuple[tuple[int, int], Document | None]]:
-    """(origin, document) of every record of an epoch."""
-    found, stream = [], StreamSettings(window_bytes=window_bytes, shuffle=shuffle)
-    for position in range(plan.num_blocks):
-        windows = list(read_windows(plan, stream, 0, position))
-        assert [window.last for window in windows] == [False] * (len(windows) - 1) + [True]
-        for window in windows:
-            ordered = OrderedWindow(window, plan, stream, 0)
-            sizes = [ordered.size(i) for i in range(len(ordered))]
-            assert len(sizes) == 1 or sum(sizes) <= window_bytes
-            found += [(ordered.origin(i), ordered.document(i)) for i in range(len(ordered))]
-    return found
-
-
-def read_straight(plan: SourcePlan) -> list[tuple[tuple[int, int], Document | None]]:
-    """The same from the files, without fragments and windows."""
-    found = []
-    for part in read_files(plan):
-        ordered = OrderedWindow(
-            Window(number=0, last=False, parts=(part,)), plan, StreamSettings(shuffle="none"), 0
-        )
-        found += [(ordered.origin(i), ordered.document(i)) for i in range(len(ordered))]
-    return found
 
 
 def as_documents(form: str, texts: Sequence[str]) -> list[str]:

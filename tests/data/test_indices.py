@@ -23,7 +23,7 @@ from orchestrator.data.sources.lists.manifest import freeze_listed
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import ConfigError, DataError
 from tests.data.format_writers import PRESS, arrow_file, arrow_stream, mds, mds_entry
-from tests.data.test_formats import read_straight
+from tests.data.reading import read_straight
 from tests.raising import raises
 
 CODE = "data.contradicting_index"

@@ -27,8 +27,7 @@ from orchestrator.data.sources.access import compressed
 from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.formats import text
 from orchestrator.data.sources.formats.parquet import read_row_group
-from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.lists.manifest import freeze
+from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.records import columns, line_records
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
@@ -38,16 +37,13 @@ from orchestrator.data.tokens.token_chunk import EMPTY, TokenChunk
 from orchestrator.errors import BadDocumentError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, plain, samples, spec_of
+from tests.data.reading import plan_of
 from tests.traced import traced
 
 pytestmark = pytest.mark.xdist_group("forked")
 
 Make = Callable[..., dict[str, Any]]
 MB = 1_000_000
-
-
-def plan_of(path: Path, form: str = "lines", fragment_bytes: int = 2 << 20) -> SourcePlan:
-    return plan_source(freeze("s", str(path), form, "text"), fragment_bytes, 16 << 20)
 
 
 def read_all(plan: SourcePlan, settings: StreamSettings) -> int:

@@ -22,7 +22,7 @@ from orchestrator.errors import DataError
 from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, plain, samples, spec_of
-from tests.data.test_memory import plan_of
+from tests.data.reading import plan_of
 from tests.raising import raises
 
 GIB = 1 << 30

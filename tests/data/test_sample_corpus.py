@@ -11,11 +11,8 @@ from tokenizers import Tokenizer
 from orchestrator.data import sample_corpus as corpus_module
 from orchestrator.data.sample_corpus import CorpusReport, build_sample_corpus
 from orchestrator.errors import DataError, RefusedError, StorageError
+from tests.folders import contents
 from tests.raising import raises
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def documents(folder: Path) -> dict[str, str]:

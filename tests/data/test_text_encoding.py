@@ -25,7 +25,7 @@ from orchestrator.data.sources.records.line_records import TEXT_ENCODING, other_
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of
-from tests.data.test_formats import planned, read_straight
+from tests.data.reading import planned, read_straight
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

@@ -27,38 +27,14 @@ from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
+from tests.data.chats import CHATML_TAGGED
 from tests.data.making import job, some_texts, write_corpus
-from tests.data.test_chat import CHATML_TAGGED
+from tests.data.tiktoken_ranks import CL100K, ranks
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
-CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
-    r"""\s*[\r\n]|\s+(?!\S)|\s"""
-)
 SENTENCES = [*some_texts(60), "the quick brown fox", "日本語とカタカナ", "it's 1234567 naïve", "a" * 40] * 3
 AS_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
-
-
-def ranks() -> dict[bytes, int]:
-    """Ranks of a few merges, each of two tokens before it."""
-    found = {bytes([i]): i for i in range(256)}
-    for text in (
-        b"th",
-        b"the",
-        b" t",
-        b" the",
-        b"in",
-        b"ing",
-        b"aa",
-        b"aaaa",
-        b"  ",
-        b"12",
-        b"\xe6\x97",
-        b"\r\n",
-    ):
-        found[text] = len(found)
-    return found
 
 
 def tiktoken_folder(folder: Path, **settings: Any) -> str:

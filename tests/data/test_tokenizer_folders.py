@@ -27,8 +27,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.planning.resume.identity import compare
 from orchestrator.storage.files import Storage
-from tests.data.test_chat import CHATML, LLAMA_3, byte_level, metaspace
-from tests.data.test_chat_templates import with_legacy_prefix
+from tests.data.chats import CHATML, LLAMA_3, byte_level, metaspace, with_legacy_prefix
 from tests.num_examples import examples
 
 Files = dict[str, Any]

@@ -22,7 +22,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.home import temporary_cache_folder
 from orchestrator.storage.open import open_storage
 from tests.data.making import job, some_texts, write_corpus
-from tests.data.test_tiktoken_sentencepiece import CL100K, ranks
+from tests.data.tiktoken_ranks import CL100K, ranks
 from tests.raising import raises
 from tests.storage.servers import new_bucket, reach
 

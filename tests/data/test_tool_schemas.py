@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from orchestrator.data.sources.records.content import WrongChatValueError
 from orchestrator.data.tokens.chat_template import UnrenderableError
-from tests.data.test_chat import CHATML, TOOLS, Chat, byte_level, saved
-from tests.data.test_chat_values import CODE, conversation, in_function, text
+from tests.data.chat_values import CODE, conversation, in_function, json_text
+from tests.data.chats import CHATML, TOOLS, Chat, byte_level, saved
 from tests.num_examples import examples
 
 LOOPS = (
@@ -114,7 +114,7 @@ FIELDS = ("parameters", "input_schema", "return")
 def test_a_schema_is_itself_and_so_is_one_written_as_json_text(chat: Chat, tree: Slot, data: Any) -> None:
     schema = written(tree)
     given = conversation(MESSAGES, tools=[in_function(parameters=schema)])
-    assert text(given.tools) == text([in_function(parameters=schema)]), "nothing of it is changed"
+    assert json_text(given.tools) == json_text([in_function(parameters=schema)]), "nothing of it is changed"
     all_slots = slots_of(tree)
     chosen = data.draw(st.lists(st.sampled_from(range(len(all_slots))), min_size=1))
     as_text = {id(all_slots[index]) for index in chosen}  # the tree holds them all meanwhile
@@ -214,7 +214,7 @@ def test_letters_of_json_text_are_read_in_no_field(loop: str, value: str, tmp_pa
 
 def test_a_call_of_the_older_api_as_json_text_is_the_call() -> None:
     call = {"name": "look", "arguments": '{"city": "Oslo"}'}
-    for written_call in (call, text(call)):
+    for written_call in (call, json_text(call)):
         (message,) = conversation([{"role": "assistant", "function_call": written_call}]).messages
         assert message["function_call"] == call
     for wrong in ("look", "[]", 5, {"name": "look", "arguments": 5}):

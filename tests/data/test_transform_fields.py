@@ -28,7 +28,7 @@ from orchestrator.data.first_records import check_first_records
 from orchestrator.data.sources.formats import arrow
 from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.lists.listing import list_files
-from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.lists.manifest import freeze_listed
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.records.content import (
     BadRecordError,
@@ -46,8 +46,10 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import format_writers, reference
 from tests.data.format_writers import Record, write_files
+from tests.data.made_transforms import some_records
 from tests.data.making import plain as as_lists
-from tests.data.making import samples, some_texts, spec_of
+from tests.data.making import samples, spec_of
+from tests.data.reading import described_straight, planned
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -61,27 +63,8 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_UNIT_BYTES", 500)
 
 
-def some_records(num: int) -> list[Record]:
-    """Texts with a score, a language inside of an object, and a list."""
-    return [
-        {
-            "text": text,
-            "score": i * 7 % 5,
-            "meta": {"lang": ("en", "de", None)[i % 3], "url": f"https://host/{i}"},
-            "tags": [f"t{j}" for j in range(i % 3)],
-        }
-        for i, text in enumerate(some_texts(num))
-    ]
-
-
 def content_of(*fields: str, **more: Any) -> Content:
     return Content(transform_fields=fields, **more)
-
-
-def planned(folder: Path, form: str, content: Content, sizes: tuple[int, int] = SIZES[-1]) -> SourcePlan:
-    manifest = freeze_listed("s", list_files("s", str(folder), form), form, content)
-    assert from_parquet(to_parquet(manifest), "here") == manifest
-    return plan_source(manifest, *sizes)
 
 
 def described(plan: SourcePlan, window_bytes: int) -> list[Any]:
@@ -97,15 +80,6 @@ def described(plan: SourcePlan, window_bytes: int) -> list[Any]:
                 assert ordered.document(i) == each.document, (
                     "who does not transform it sees the document alone"
                 )
-    return found
-
-
-def straight(plan: SourcePlan) -> list[Any]:
-    """The same of whole files, as an audit reads them."""
-    found, stream = [], StreamSettings(shuffle="none")
-    for part in read_files(plan):
-        ordered = OrderedWindow(Window(number=0, last=False, parts=(part,)), plan, stream, 0)
-        found += [ordered.described(i) for i in range(len(ordered))]
     return found
 
 
@@ -127,7 +101,7 @@ def test_fields_come_with_their_own_document_whatever_is_cut_where(
     records, names = some_records(40), ("meta.lang", "score", "tags", "meta")
     write_files(tmp_path, form, [records[:25], records[25:26], records[26:]])
     plan = planned(tmp_path, form, content_of(*names), sizes)
-    assert described(plan, sizes[1]) == straight(plan) == of(records, *names)
+    assert described(plan, sizes[1]) == described_straight(plan) == of(records, *names)
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv"])
@@ -138,7 +112,7 @@ def test_a_field_of_separated_values_is_a_text(form: str, tmp_path: Path) -> Non
     wanted = [
         Described(document=r["text"], fields={"meta.lang": r["meta.lang"], "score": r["score"]}) for r in flat
     ]
-    assert described(plan, 200) == straight(plan) == wanted
+    assert described(plan, 200) == described_straight(plan) == wanted
 
 
 def test_a_field_of_a_webdataset_is_a_member_or_a_way_into_one(tmp_path: Path) -> None:
@@ -166,11 +140,11 @@ def test_chats_and_prompts_have_them_too(form: str, tmp_path: Path) -> None:
     write_files(tmp_path, form, [records])
     plan = planned(tmp_path, form, content_of("score", "meta.lang", kind="chat"))
     chat = Conversation(messages=tuple(turns))
-    assert straight(plan) == [
+    assert described_straight(plan) == [
         Described(document=chat, fields={"score": i, "meta.lang": None}) for i in range(3)
     ]
     plan = planned(tmp_path, form, content_of("score", "meta", kind="prompt"))
-    assert straight(plan) == [
+    assert described_straight(plan) == [
         Described(
             document=Prompted(prompt="p", completion=f"c{i}"), fields={"score": i, "meta": {"lang": None}}
         )
@@ -241,7 +215,8 @@ def test_columns_of_every_type_are_plain_values_the_same_wherever_pandas_is_inst
 ) -> None:
     table = pa.table({"text": [f"{i}" for i in range(len(given))], "field": pa.array(given, kind)})
     write_table(tmp_path, form, table)
-    found = [each.fields["field"] for each in straight(planned(tmp_path, form, content_of("field")))]
+    plan = planned(tmp_path, form, content_of("field"))
+    found = [each.fields["field"] for each in described_straight(plan)]
     assert found == wanted
     assert list(map(type, found)) == list(map(type, wanted))
     assert [getattr(each, "tzinfo", None) for each in found] == [getattr(w, "tzinfo", None) for w in wanted]
@@ -300,7 +275,7 @@ def test_numbers_of_mds_shards_are_numbers(tmp_path: Path) -> None:
     manifest = freeze_listed(
         "s", list_files("s", str(tmp_path / "*.mds"), "mds"), "mds", content_of(*kinds, *texts)
     )
-    (found,) = straight(plan_source(manifest, 100, 100))
+    (found,) = described_straight(plan_source(manifest, 100, 100))
     wanted = {**{name: value for name, (_, value) in kinds.items()}, "str": "x"}
     wanted |= {"str_int": 10**30, "str_float": 0.1, "str_decimal": Decimal("1.50")}
     assert found.fields == wanted
@@ -446,7 +421,7 @@ def test_a_record_without_the_field_has_none_of_it(tmp_path: Path) -> None:
     for form in ("jsonl", "cbor"):
         (folder := tmp_path / form).mkdir()
         write_files(folder, form, [records])
-        found = straight(planned(folder, form, content_of("score", "meta.lang")))
+        found = described_straight(planned(folder, form, content_of("score", "meta.lang")))
         assert [each.fields for each in found] == [
             {"score": score, "meta.lang": None} for score in (1, None, None)
         ]
@@ -571,7 +546,7 @@ def test_records_of_other_fields_are_never_mixed_up_by_the_check(tmp_path: Path)
     """A reader that is one record off is seen by what the tests above compare."""
     records = some_records(40)
     (tmp_path / "a.parquet").write_bytes(format_writers.parquet(records))
-    found = straight(planned(tmp_path, "parquet", content_of("meta.url")))
+    found = described_straight(planned(tmp_path, "parquet", content_of("meta.url")))
     fields = [each.fields for each in found]
     off = [
         Described(document=e.document, fields=f) for e, f in zip(found, fields[1:] + fields[:1], strict=True)

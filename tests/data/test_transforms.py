@@ -34,23 +34,15 @@ from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import made_transforms, reference
+from tests.data.chat_chunks import chat_spec, entries
+from tests.data.chat_chunks import chunks as chat_chunks
+from tests.data.chats import CHATML_TAGGED, chat
+from tests.data.made_transforms import HERE, told_texts
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
-from tests.data.test_chat import CHATML_TAGGED, chat
-from tests.data.test_chat_chunks import chunks as chat_chunks
-from tests.data.test_chat_chunks import entries
-from tests.data.test_chat_chunks import spec as chat_spec
 from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
-HERE = "tests.data.made_transforms"
-TOLD = ["3~", "0~", "", "2~", "b~", "e~", "", "5~", "1~"]
-
-
-def told_texts(num: int, longest: int = 40) -> list[str]:
-    """Texts of which each says what becomes of it."""
-    texts = [text for text in some_texts(2 * num, longest) if text][:num]
-    return [TOLD[i % len(TOLD)] + text for i, text in enumerate(texts)]
 
 
 def made_of(text: str) -> list[str | None]:

@@ -30,7 +30,7 @@ from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import plain as as_lists
 from tests.data.making import samples
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 from tests.raising import raises
 
 MODULE = '''

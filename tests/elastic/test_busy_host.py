@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.elastic.rendezvous import Rendezvous
-from tests.elastic.test_rendezvous import ATTEMPT, form, key, rendezvous, request
+from tests.elastic.builders import ATTEMPT, form, key, rendezvous, request
 
 GRACE_S = 10.0
 SECONDS = st.integers(0, 40).map(lambda eighths: eighths / 8)  # exact as floats

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.elastic.roster import Cause, Roster, first_cause
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
-from tests.coordinator.test_actor import JOIN
+from tests.coordinator.builders import JOIN
 
 
 def of_two(why: str = START) -> Roster:

@@ -18,7 +18,7 @@ from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source
 from orchestrator.records.steps import StateKey
-from tests.elastic.test_rendezvous import form, key, rendezvous, request, started
+from tests.elastic.builders import form, key, rendezvous, request, started
 from tests.num_examples import examples
 
 KEY = key(1, 7)

@@ -13,7 +13,7 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.steps import StateKey
-from tests.elastic.test_rendezvous import ATTEMPT, key, rendezvous, request
+from tests.elastic.builders import ATTEMPT, key, rendezvous, request
 
 NAMES = "abc"
 ACTS = 60

@@ -24,7 +24,7 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source
 from orchestrator.records.steps import StateKey
-from tests.elastic.test_rendezvous import ATTEMPT, form, key, only, rendezvous, request
+from tests.elastic.builders import ATTEMPT, form, key, only, rendezvous, request
 
 # ---- what to do
 COURSES = {

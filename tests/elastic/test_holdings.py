@@ -18,7 +18,7 @@ from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import Source
 from orchestrator.records.steps import StateKey
-from tests.elastic.test_rendezvous import key, request
+from tests.elastic.builders import key, request
 from tests.num_examples import examples
 
 Rule = Callable[[Iterable[Holding], StateKey | None], CompleteState | None]

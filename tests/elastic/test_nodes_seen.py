@@ -13,7 +13,7 @@ from orchestrator.elastic.supervision.policy import (
     StartGroup,
     decide,
 )
-from tests.elastic.test_policy import LIMITS, node
+from tests.elastic.builders import LIMITS, node
 from tests.num_examples import examples
 
 HEAD, SPOT = node("head", 4, head=True), node("spot", 4)

@@ -12,7 +12,6 @@ from orchestrator.elastic.supervision.policy import (
     Facts,
     GroupFacts,
     LeaveNode,
-    Limits,
     NodeFacts,
     StartGroup,
     StopGroup,
@@ -22,30 +21,7 @@ from orchestrator.elastic.supervision.policy import (
     tokenizer_node,
     without_tokenizer_cpus,
 )
-
-LIMITS = Limits(
-    start_workers=3,
-    min_workers=1,
-    max_workers=3,
-    cpus_per_worker=1.0,
-    gpus_per_worker=0.0,
-    num_tokenizers=2,
-    wait_s=600.0,
-)
-
-
-def node(
-    name: str, cpus: float, free: float | None = None, gpus: float = 0.0, *, head: bool = False
-) -> NodeFacts:
-    return NodeFacts(
-        node_id=name,
-        host=f"host-{name}",
-        is_head=head,
-        cpus=cpus,
-        gpus=gpus,
-        free_cpus=cpus if free is None else free,
-        free_gpus=gpus,
-    )
+from tests.elastic.builders import LIMITS, node
 
 
 def group(name: str, workers: int) -> GroupFacts:

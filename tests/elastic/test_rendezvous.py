@@ -8,7 +8,6 @@ import pytest
 
 from orchestrator.elastic.formation import (
     Form,
-    Formation,
     Ignored,
     LeaveOut,
     PreviousGeneration,
@@ -22,69 +21,8 @@ from orchestrator.errors import FencedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, JoinRequest
 from orchestrator.records.steps import StateKey
+from tests.elastic.builders import ATTEMPT, form, key, only, rendezvous, request, started
 from tests.raising import raises
-
-ATTEMPT = 3
-
-
-def key(generation: int, step: int, attempt: int = ATTEMPT) -> StateKey:
-    return StateKey(attempt=attempt, generation=generation, step=step)
-
-
-def request(
-    member: str, state: StateKey | None = None, leaves: int | tuple[int, int] | None = None, **other: object
-) -> JoinRequest:
-    """A join of `member` from node `n-member`, leaving generation `leaves` (of this attempt, if it is a
-    number).
-    """
-    asked = JoinRequest(
-        member=member,
-        launch="launch",
-        actor_id=f"actor-{member}",
-        node_id=f"n-{member}",
-        host=f"host-{member}",
-        port=1000 + ord(member[0]),
-        key=state,
-        leaves=(ATTEMPT, leaves) if isinstance(leaves, int) else leaves,
-        prepared=None,
-        cursor=None if state is None else Cursor(consumed_samples=state.step),
-    )
-    return replace(asked, **other)  # type: ignore[arg-type]
-
-
-def rendezvous(low: int = 1, high: int = 3, expected: int = 3, **other: object) -> Rendezvous:
-    return Rendezvous(
-        attempt=ATTEMPT,
-        launch="launch",
-        min_workers=low,
-        max_workers=high,
-        expected=expected,
-        **other,  # type: ignore[arg-type]
-    )
-
-
-def only(actions: list[object], kind: type) -> object:
-    """The single action of a tick, which must be of this kind."""
-    assert len(actions) == 1, actions
-    assert isinstance(actions[0], kind), actions
-    return actions[0]
-
-
-def form(machine: Rendezvous, now: float = 0.0) -> Formation:
-    """Ticks, expects a formation, and has it journalled."""
-    made = only(machine.tick(now), Form)
-    assert isinstance(made, Form)
-    machine.formed(made.formation.generation, now)
-    return made.formation
-
-
-def started(members: str = "abc", **other: object) -> Rendezvous:
-    """A machine whose generation 1 of `members` runs from nothing."""
-    machine = rendezvous(expected=len(members), **other)
-    for member in members:
-        assert machine.join(request(member), 0.0) is None
-    form(machine)
-    return machine
 
 
 def ended(machine: Rendezvous, generation: int) -> bool:

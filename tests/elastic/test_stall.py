@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from orchestrator.elastic.supervision.stall_detector import StallWatch
-from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
-from orchestrator.records.steps import StepRecord
-
-
-def status(step: int | None, step_s: float = 0.5, **other: object) -> RunStatus:
-    last = None
-    if step is not None:
-        counts = dict.fromkeys(("consumed_samples", "consumed_tokens", "target_tokens"), 8 * step)
-        floats = dict.fromkeys(("loss", "grad_norm", "lr", "data_wait_s", "save_blocked_s"), 0.5)
-        last = StepRecord(
-            attempt=1, generation=1, step=step, digest="0" * 16, step_s=step_s, **counts, **floats
-        )
-    made = RunStatus(
-        version=1,
-        attempt=1,
-        generation=1,
-        world_size=2,
-        last_step=last,
-        newest_point=None,
-        committed=Cursor(),
-        waiting_since=None,
-        ended=None,
-        reason="",
-        left_out=(),
-        members=(),
-        failures=(),
-    )
-    return replace(made, **other)  # type: ignore[arg-type]
+from tests.elastic.builders import status
 
 
 @pytest.mark.parametrize(("step_s", "due_s"), [(0.1, 5.0), (1.0, 5.0), (4.0, 12.0)])

@@ -21,7 +21,7 @@ from orchestrator.elastic.supervision.background_call import Asked
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import CoordinatorSilentError, ElasticError
 from orchestrator.history.journal.event_kinds import EventKind
-from tests.coordinator.test_actor import JOIN
+from tests.coordinator.builders import JOIN
 from tests.elastic.in_process import Driver
 from tests.raising import raises
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch

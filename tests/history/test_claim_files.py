@@ -13,10 +13,10 @@ from orchestrator.history.claims.claim_files import RESTARTED, RESUME, START, UN
 from orchestrator.history.claims.claims import Claim, ClaimParent
 from orchestrator.history.claims.lineage import effective_history
 from orchestrator.history.claims.liveness import Busy, Free
-from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start, write_point
+from tests.planning.identities import IDENTITY
 from tests.raising import raises
 
 
@@ -97,18 +97,6 @@ def test_leftovers_of_a_crashed_creation_are_no_claims(store) -> None:
     store.storage.write("attempts/0001.json.tmp-00aa", b"x")
     assert store.newest_claim() is None
     assert store.claim(1, "aaaa", START, "host").number == 1
-
-
-IDENTITY = RunIdentity(
-    format_version=1,
-    order_version=1,
-    tokenizer="./tok",
-    tokenizer_digest="00",
-    encoder_name="tokenizers",
-    encoder_version="1",
-    settings={"data.seed": "0"},
-    manifests={"s": "11"},
-)
 
 
 def test_a_run_is_created_once_and_read_back(store, tmp_path) -> None:

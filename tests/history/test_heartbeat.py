@@ -12,7 +12,7 @@ from orchestrator.history.claims.liveness import Busy
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
 from tests.storage.crashfs import ModelDisk
-from tests.storage.test_files import Failing
+from tests.storage.failing import FailingDisk
 
 
 def names(store: RunStore) -> list[str]:
@@ -23,7 +23,7 @@ def names(store: RunStore) -> list[str]:
     ("call", "number"), [("write", errno.ENOSPC), ("write", errno.EIO), ("create", errno.EIO)]
 )
 def test_a_heartbeat_goes_on_in_a_new_file_after_storage_has_failed(tmp_path, call: str, number: int) -> None:
-    disk = Failing(call, number, times=0)
+    disk = FailingDisk(call, number, times=0)
     store = RunStore(Storage(str(tmp_path / "run"), disk, no_sleep))
     watcher = RunStore(Storage(str(tmp_path / "run")))
     store.claim(1, "aaaa", START, "host")

@@ -39,7 +39,6 @@ from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep, record, write_vote
 from tests.inspect.live_run import ROOT, LiveRun
-from tests.launch.test_branch_cuts import data, job  # noqa: F401  fixtures
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.interleaved import interleavings
 
@@ -71,8 +70,8 @@ class Scene:
 
 
 def scene(
-    job: JobConfig,  # noqa: F811
-    data: DataSpec,  # noqa: F811
+    job: JobConfig,
+    data: DataSpec,
     *,
     ranks: tuple[int, ...] = (0, 1),
     durable: int = 1,
@@ -106,7 +105,7 @@ Make = Callable[..., Scene]
 
 
 @pytest.fixture
-def make(job: JobConfig, data: DataSpec) -> Make:  # noqa: F811
+def make(job: JobConfig, data: DataSpec) -> Make:
     return partial(scene, job, data)
 
 

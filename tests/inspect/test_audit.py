@@ -5,11 +5,10 @@ Runs are made here by taking batches from the real feed and journalling them, wi
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ import numpy as np
 import orjson
 import pytest
 
-import orchestrator
-from benchmarks.made_run import note
-from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt import survey as survey_module
@@ -28,7 +24,6 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data import source_refresh
 from orchestrator.data.feed import feed_reports
 from orchestrator.data.feed.feed_reports import FeedLog
-from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.packer import Packer
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import windows as sources
@@ -36,126 +31,26 @@ from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.records import line_records
 from orchestrator.data.tokens import chunk_writer
 from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.history.claims.claim_files import RESUME, START
-from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.step_names import find_step, find_steps, step_name
 from orchestrator.inspect.audit.audit import audit_history
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import decode
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
-from orchestrator.planning.order import block_at
 from orchestrator.records.cursor import Cursor, SourceCursor
-from orchestrator.records.steps import StateKey, StepRange, StepRecord
-from orchestrator.storage.files import Storage
+from orchestrator.records.steps import StateKey, StepRange
 from tests.checkpoint.samples import write_vote
+from tests.data.encoders import FAST, SLOW, save_tokenizer
 from tests.data.making import some_texts, write_corpus
-from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
+from tests.inspect.trained_run import (
+    Make,
+    TrainedRun,
+    a_block_twice,
+    made_in,
+    one_lost_one_repeated,
+    one_token_later,
+)
 from tests.raising import raises
-
-Make = Callable[..., dict[str, Any]]
-
-
-class TrainedRun:
-    """A run of attempts, each of which goes on where the one before ended; one generation each."""
-
-    def __init__(self, mapping: Mapping[str, Any]) -> None:
-        self.job = parse_config(dict(mapping))
-        self.folder = Path(starting.run_storage(self.job).root)
-        self.store = RunStore(Storage(str(self.folder)))
-        self.spec = starting.prepare(self.job, self.store.storage, freeze=True)
-        self.run_id = self.store.create_run(self.job.run.name, self.spec.identity()).id
-        self.cursor, self.number = Cursor(), 0
-        self.key: StateKey | None = None
-        self.encoders: tuple[EncoderSpan, ...] = ()
-
-    def attempt(
-        self,
-        num_steps: int,
-        batch: int = 8,
-        seq_len: int = 64,
-        label: int | None = None,
-        noted: Callable[[Cursor], Cursor] = lambda cursor: cursor,
-        wrong: int = 0,
-    ) -> None:
-        """Trains `num_steps` steps, or to the end of the data, counting from `label` on. Every fourth step's
-        cursor, and the data's last, goes into the journal as `noted` makes it. The digest of step `wrong` is
-        not that of its samples.
-        """
-        self.number += 1
-        why = RESUME if self.key else START
-        self.store.claim(self.number, f"{self.number:016x}", why, "host", self.run_id)
-        inherited = (self.key.point_name,) if self.key else ()
-        self.store.write_parent(
-            ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
-        )
-        journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
-        note(journal, EventKind.ATTEMPT, config=self.job.flat())
-        first = (self.key.step if self.key else 0) if label is None else label
-        journal.generation(
-            GenerationStart(
-                attempt=self.number, generation=1, parent=self.key, step=first, world_size=1,
-                consumed_samples=self.cursor.consumed_samples, consumed_tokens=self.cursor.consumed_tokens,
-                target_tokens=self.cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
-            )
-        )  # fmt: skip
-        feed = InProcessFeed(self.spec.made_by(self.encoders))
-        for step in range(first + 1, first + num_steps + 1):
-            asked = StepRange(
-                first_sample=self.cursor.consumed_samples, num_samples=batch, num_tokens=batch * seq_len,
-                seq_len=seq_len,
-            )  # fmt: skip
-            taken = feed.get(asked, 0, 1, batch, self.cursor)
-            if not taken.step.num_samples:
-                break
-            self.cursor = taken.cursor
-            at = self.cursor
-            record = StepRecord(
-                attempt=self.number, generation=1, step=step, consumed_samples=at.consumed_samples,
-                consumed_tokens=at.consumed_tokens, target_tokens=at.target_tokens, loss=1.0, grad_norm=1.0,
-                lr=1.0, digest=f"{taken.step_digest + (step == wrong):016x}", step_s=1.0,
-                data_wait_s=0.0, save_blocked_s=0.0,
-            )  # fmt: skip
-            journal.step(record)
-            self.key = record.key
-            if step % 4 == 0 or taken.end_of_data:
-                journal.event(EventKind.CURSOR, cursor=encode(noted(self.cursor)))
-            if taken.end_of_data:
-                break
-        feed.close()
-        journal.close()
-
-    def copied(self, storage: Path) -> TrainedRun:
-        """The run as it stands, in another storage folder."""
-        other = copy.copy(self)
-        run = self.job.run.model_copy(update={"storage": str(storage)})
-        other.job = self.job.model_copy(update={"run": run})
-        other.folder = Path(starting.run_storage(other.job).root)
-        shutil.copytree(self.folder, other.folder)
-        other.store = RunStore(Storage(str(other.folder)))
-        return other
-
-    def records(self) -> tuple[StepRecord, ...]:
-        return survey(self.store).lineage.records
-
-    def audit(self, steps: str | None = None) -> dict[str, Any]:
-        return orchestrator.open(self.folder).audit(steps)
-
-
-def made_in(folder: Path, tiny_config: Make) -> dict[str, Any]:
-    """Two epochs of a small corpus in many fragments, blocks and windows."""
-    write_corpus(folder / "data", some_texts(120), "jsonl")
-    source = {"name": "made", "path": str(folder / "data"), "format": "jsonl"}
-    small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
-    return tiny_config({"data.sources": [source], **small})
-
-
-@pytest.fixture
-def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
-    """With files of its own, which the test may change."""
-    return made_in(tmp_path, tiny_config)
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +117,6 @@ def test_a_wrong_step_right_before_a_cursor_is_found_by_an_audit_that_begins_wit
     run.attempt(9, wrong=4)  # a cursor stands behind step 4
     assert run.audit("4:5")["first_difference"]["step"] == "4"
     assert run.audit("5:")["exactly_once"]
-
-
-def one_token_later(cursor: Cursor) -> Cursor:
-    source = cursor.sources["made"]
-    return replace(cursor, sources={"made": replace(source, token=source.token + 1)})
 
 
 def test_a_cursor_that_is_not_the_streams_is_found_by_whoever_passes_it_or_begins_there(
@@ -312,11 +202,6 @@ def test_where_nothing_is_trained_no_proof_is_claimed(
     assert report["not_shown"] == ["anything: nothing is trained yet, so there is nothing to compare"]
 
 
-def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
-    """Position 1 gives the block of position 0 again."""
-    return block_at(seed, source, epoch, 0 if position == 1 else position, num_blocks, shuffle)
-
-
 def a_line_lost_at_each_border(file: Any, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """Begins at `start` instead of the byte before it (data rule 10)."""
     begin, data = readers_range(file, start, stop, size)
@@ -350,12 +235,6 @@ def test_a_fault_that_the_recomputed_stream_has_too_is_found_in_the_files(
     found = run.audit()["first_difference"]
     assert found is not None
     assert (found["step"], text in found["reason"]) == (None, True)
-
-
-def one_lost_one_repeated(inputs: Any, labels: Any, documents: Any) -> None:
-    """In each sample token 6 is token 5 again."""
-    inputs[:, 6] = inputs[:, 5]
-    labels[:, 5] = labels[:, 4]
 
 
 def labels_are_inputs(inputs: Any, labels: Any, documents: Any) -> None:

@@ -5,7 +5,6 @@ whole runs and of damaged ones; and a process that ends early is never read as a
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from orchestrator.inspect.audit.audit_processes import (
     AuditProcessError,
     AuditProcesses,
     Found,
-    InThisProcess,
     Task,
 )
 from orchestrator.inspect.audit.audit_run import AuditRun, HowToAudit
@@ -34,7 +32,8 @@ from orchestrator.inspect.audit.reference.reference_packing import ReferencePack
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRecord
 from tests.data.making import some_texts, write_corpus
-from tests.inspect.test_audit import (
+from tests.inspect.audits_in_parts import HereButPickled, in_parts, num_parts
+from tests.inspect.trained_run import (
     TrainedRun,
     a_block_twice,
     made_in,
@@ -44,44 +43,6 @@ from tests.inspect.test_audit import (
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
-
-
-class HereButPickled(InThisProcess):
-    """Carries out what goes to other processes in this one, over the same messages; like them it is a
-    context.
-    """
-
-    def __init__(self, spec: Any, num_processes: int) -> None:
-        assert num_processes > 1
-        super().__init__(pickle.loads(pickle.dumps(spec)))
-
-    def __enter__(self) -> HereButPickled:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, tasks: Sequence[Task], advanced: Any) -> list[Found]:
-        found: list[Found] = pickle.loads(
-            pickle.dumps(super().run(pickle.loads(pickle.dumps(tasks)), advanced))
-        )
-        return found
-
-
-def in_parts(run: TrainedRun, monkeypatch: pytest.MonkeyPatch, least_tokens: int, **how: Any) -> Any:
-    """The report of an audit in parts of at least so many tokens."""
-    with monkeypatch.context() as small:
-        small.setattr(audit_run, "PART_TOKENS", least_tokens)
-        small.setattr(audit_run, "PART_BYTES", 1)
-        small.setattr(audit_run, "_PARTS_OF_A_PROCESS", 1 << 30)
-        small.setattr(audit_run, "AuditProcesses", HereButPickled)
-        return orchestrator.open(run.folder).audit(**how, processes=2)
-
-
-def num_parts(run: TrainedRun) -> int:
-    spec = run.spec.made_by(run.encoders)
-    history = history_of(spec, survey(run.store))
-    return len(history.parts(range(len(history.records)), 1))
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,10 @@ from orchestrator.inspect.audit.audit import audit_history
 from orchestrator.inspect.audit.audit_run import HowToAudit
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.records.cursor import Cursor
+from tests.data.encoders import FAST, SLOW, save_tokenizer
 from tests.data.making import some_texts
-from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
-from tests.inspect.test_audit import TrainedRun, made_in
-from tests.inspect.test_audit_parts import HereButPickled
+from tests.inspect.audits_in_parts import HereButPickled
+from tests.inspect.trained_run import TrainedRun, made_in
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

@@ -18,7 +18,7 @@ from orchestrator.planning.order import block_at, window_order
 from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
-from tests.inspect.test_reference_packing import hand_made
+from tests.data.packed import hand_made
 
 
 @pytest.fixture(scope="module")

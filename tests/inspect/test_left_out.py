@@ -13,7 +13,7 @@ from orchestrator.inspect.run import open_run
 from orchestrator.inspect.status.view import status_lines
 from orchestrator.inspect.views.run_views import RunViews
 from tests.data.making import some_texts, write_corpus
-from tests.launch.test_skip import SkippingRun, survey_newest
+from tests.launch.skipping_run import SkippingRun, survey_newest
 from tests.raising import raises
 
 Make = Callable[[dict[str, Any]], dict[str, Any]]

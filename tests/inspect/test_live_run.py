@@ -23,8 +23,8 @@ from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.inspect.live_run import READS, ROOT, LiveRun, Paused, reader
-from tests.inspect.test_audit import TrainedRun, mapping  # noqa: F401  a fixture
-from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.inspect.trained_run import TrainedRun
+from tests.launch.runner import Runner
 from tests.raising import raises
 from tests.storage.crashfs import ModelDisk
 
@@ -150,7 +150,7 @@ def test_a_damaged_point_whose_deletion_was_announced_but_not_begun_is_still_dam
 
 
 def test_damage_of_a_run_ends_the_command_with_1(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = runner.launch().point_name
@@ -260,7 +260,7 @@ def test_a_plan_takes_the_newest_point_though_the_one_it_looked_at_is_deleted(
 
 
 def test_a_plan_that_looked_at_the_data_before_the_first_start_froze_them_finds_them(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     seen_before = runner.prepared()
     at = runner.launch()
@@ -295,7 +295,7 @@ def test_a_run_that_is_begun_while_it_is_opened_is_opened(
 @pytest.mark.parametrize("path", ["0001.json", "0001.parent.json", "000001.jsonl"])
 @pytest.mark.parametrize("when", [once_at, after])
 def test_an_audit_beside_a_new_attempt_proves_what_it_has_read(
-    mapping: dict[str, Any],  # noqa: F811
+    mapping: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     when: Callable[[str, Callable[[], Any]], Callable[[str, str], None]],

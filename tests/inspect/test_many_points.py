@@ -26,7 +26,7 @@ from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.storage.at_once import ASKED_AT_A_TIME, at_once
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start, write_vote
-from tests.launch.test_start import Runner, newest_attempt, runner  # noqa: F401  a fixture
+from tests.launch.runner import Runner, newest_attempt
 from tests.raising import raises
 from tests.storage.model_store import FACTS, LIST, READ, FarModelStore, Fate, ModelBucket
 
@@ -73,7 +73,7 @@ class Counted(FarModelStore):
 
 
 @pytest.fixture
-def many(runner: Runner) -> Runner:  # noqa: F811
+def many(runner: Runner) -> Runner:
     """A run in a folder whose one attempt has left so many points."""
     attempt = runner.begin()
     journal, flat = runner.journal(attempt), runner.config().flat()
@@ -91,13 +91,13 @@ def many(runner: Runner) -> Runner:  # noqa: F811
     return runner
 
 
-def contents(runner: Runner) -> dict[str, bytes]:  # noqa: F811
+def contents(runner: Runner) -> dict[str, bytes]:
     """The run's objects, as they would lie in a bucket."""
     files = [path for path in runner.folder.rglob("*") if path.is_file()]
     return {f"{PREFIX}{path.relative_to(runner.folder)}": path.read_bytes() for path in files}
 
 
-def in_a_bucket(runner: Runner) -> tuple[RunStore, Counted]:  # noqa: F811
+def in_a_bucket(runner: Runner) -> tuple[RunStore, Counted]:
     store = Counted(ModelBucket.of(contents(runner)))
     return RunStore(Storage.on(store)), store
 

@@ -25,8 +25,8 @@ from orchestrator.records.cursor import SourceCursor
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import cursor, key, write_vote
 from tests.conftest import TinyConfig
-from tests.inspect.test_status import Attempt
-from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.inspect.watched_attempt import Attempt
+from tests.launch.runner import Runner
 
 SHORT_S = 0.05
 
@@ -34,7 +34,7 @@ SHORT_S = 0.05
 @pytest.fixture(scope="module")
 def died(tiny_config: TinyConfig) -> Runner:
     """Three launches that ended, and a fourth that died after two steps. It is only to be copied."""
-    runner = Runner(tiny_config({"train.max_steps": 1000}))  # noqa: F811
+    runner = Runner(tiny_config({"train.max_steps": 1000}))
     for _ in range(3):
         runner.launch()
     attempt = Attempt(runner)
@@ -49,7 +49,7 @@ def dead(died: Runner, tmp_path: Path) -> Runner:
     return died.copied(tmp_path / "runs")
 
 
-def remove(runner: Runner, path: str) -> None:  # noqa: F811
+def remove(runner: Runner, path: str) -> None:
     found = runner.folder / path
     shutil.rmtree(found) if found.is_dir() else found.unlink()
 
@@ -87,7 +87,7 @@ def test_what_is_gone_is_named_and_no_continuation_is_promised(dead: Runner, gon
 
 
 def test_a_newest_point_that_lacks_a_file_or_the_end_of_one_is_none_to_continue_from(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     names = [runner.launch().point_name for _ in range(3)]
     run = Run(runner.folder)
@@ -114,7 +114,7 @@ def test_a_look_asks_no_more_of_a_run_with_more_points(
 
 
 def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = [runner.launch().point_name for _ in range(4)]
@@ -129,7 +129,7 @@ def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(
 
 
 def test_points_that_the_run_deleted_and_an_attempt_that_never_began_are_not_missing(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     first, second = runner.launch(), runner.launch()
     attempt = Attempt(runner)
@@ -147,7 +147,7 @@ def test_points_that_the_run_deleted_and_an_attempt_that_never_began_are_not_mis
     assert view.verdict.endswith(f"start the same command again: it continues from {second.point_name}")
 
 
-def test_a_missing_segment_is_named(runner: Runner) -> None:  # noqa: F811
+def test_a_missing_segment_is_named(runner: Runner) -> None:
     attempt = Attempt(runner, segment_bytes=1 << 14)
     attempt.begin()
     attempt.steps(1, 200)
@@ -156,7 +156,7 @@ def test_a_missing_segment_is_named(runner: Runner) -> None:  # noqa: F811
 
 
 def test_a_look_that_does_not_reach_back_to_the_beginning_promises_no_beginning(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_look_that_does_not_reach_back_to_the_beginning_promises_no_beginning(
 
 
 def test_the_documents_skipped_up_to_the_newest_point_are_counted_by_source(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def done(*options: str) -> int:

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.packer import Packer, Run
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.mixture import Mixture
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
-from tests.inspect.test_audit import TrainedRun
+from tests.inspect.trained_run import TrainedRun, changed
 
 Make = Callable[..., dict[str, Any]]
 
@@ -35,16 +33,6 @@ def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
         )
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.on_end": "drop"}
     return tiny_config({"data.sources": sources, **small})
-
-
-def changed(run: TrainedRun, weights: tuple[float, ...] = (), **data: Any) -> None:
-    """The job is edited before the next attempt."""
-    mapping = run.job.to_json()
-    for source, weight in zip(mapping["data"]["sources"], weights, strict=False):
-        source["weight"] = weight
-    mapping["data"] |= data
-    run.job = parse_config(mapping)
-    run.spec = starting.prepare(run.job, run.store.storage, freeze=True)
 
 
 def test_a_mixture_through_changes_of_weights_shape_and_epochs_is_shown_exactly_once(

@@ -20,12 +20,12 @@ from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
-from tests.launch.test_start import Runner, rewind, runner  # noqa: F401  a fixture
+from tests.launch.runner import Runner, rewind
 from tests.raising import raises
 
 
 @pytest.fixture
-def rewound(runner: Runner) -> tuple[Runner, list[str], list[str]]:  # noqa: F811
+def rewound(runner: Runner) -> tuple[Runner, list[str], list[str]]:
     """A run that went back behind two of its points, with the names of its points, and of these two."""
     kept, *orphans = (runner.launch().point_name for _ in range(3))
     (to,) = (point.key for point in [runner.store.read_point(kept)])
@@ -35,7 +35,7 @@ def rewound(runner: Runner) -> tuple[Runner, list[str], list[str]]:  # noqa: F81
 
 
 def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[str], list[str]]) -> None:
-    runner, history, orphans = rewound  # noqa: F811
+    runner, history, orphans = rewound
     run = Run(runner.folder)
     assert run.prune(dry_run=True) == [Pruned(point=name) for name in orphans]
     assert {row["name"] for row in run.list_points()} == {*history, *orphans}
@@ -51,7 +51,7 @@ def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[s
 
 
 def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, list[str], list[str]]) -> None:
-    runner, _, (first, second) = rewound  # noqa: F811
+    runner, _, (first, second) = rewound
     run = Run(runner.folder)
     pin = run.pin(second, "the loss was lower there")
     assert run.prune() == [
@@ -76,7 +76,7 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
 def test_who_pins_a_pinned_point_hears_whose_pin_and_reason_hold(
     rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, _, (_, second) = rewound  # noqa: F811
+    runner, _, (_, second) = rewound
     pin = Run(runner.folder).pin(second, "figure 3")
     for why, said in (("figure 3", "is pinned by"), ("figure 4", "was pinned before, by")):
         with pytest.raises(SystemExit, match="0"):
@@ -89,7 +89,7 @@ def test_who_pins_a_pinned_point_hears_whose_pin_and_reason_hold(
 def test_who_gives_back_the_pin_of_a_fork_hears_what_that_means_for_it(
     rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, _, (_, second) = rewound  # noqa: F811
+    runner, _, (_, second) = rewound
     run, fork = Run(runner.folder), runner.folder.parent / "mine"
 
     def unpin() -> str:
@@ -152,7 +152,7 @@ def pruning_is_cut_off(run: Runner, number: int, monkeypatch: pytest.MonkeyPatch
 def test_after_a_kill_anywhere_the_same_command_goes_on(
     rewound: tuple[Runner, list[str], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    runner, history, orphans = rewound  # noqa: F811
+    runner, history, orphans = rewound
     number, was_cut_off = 0, True
     while was_cut_off:
         copy = runner.copied(tmp_path / str(number))
@@ -167,7 +167,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
 
 
 def test_a_point_of_another_run_is_left_alone(rewound: tuple[Runner, list[str], list[str]]) -> None:
-    runner, _, (first, second) = rewound  # noqa: F811
+    runner, _, (first, second) = rewound
     commit = runner.folder / "points" / first / COMMIT
     other = commit.read_bytes()
     content = json.loads(other)["content"]
@@ -182,7 +182,7 @@ def test_a_point_of_another_run_is_left_alone(rewound: tuple[Runner, list[str], 
 def test_the_commands_say_what_they_did(
     rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, history, (first, second) = rewound  # noqa: F811
+    runner, history, (first, second) = rewound
 
     def said(*words: str) -> str:
         with pytest.raises(SystemExit, match="0"):
@@ -205,11 +205,11 @@ def test_the_commands_say_what_they_did(
         cli.main(["points", str(runner.folder), "--dry-run"])
 
 
-def pruned(runner: Runner, dry_run: bool = False) -> dict[str, bool | str]:  # noqa: F811
+def pruned(runner: Runner, dry_run: bool = False) -> dict[str, bool | str]:
     return {each.point: each.kept or each.deleted for each in Run(runner.folder).prune(dry_run)}
 
 
-def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) -> None:  # noqa: F811
+def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) -> None:
     names = [runner.launch().point_name for _ in range(4)]
     runner.launch(resume={"keep_latest": 2, "keep_every": 20})
     names = runner.store.point_names()
@@ -239,7 +239,7 @@ def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) 
     assert pruned(runner) == {names[2]: pin}
 
 
-def test_while_an_attempt_has_not_ended_retention_is_its_own_affair(runner: Runner) -> None:  # noqa: F811
+def test_while_an_attempt_has_not_ended_retention_is_its_own_affair(runner: Runner) -> None:
     for _ in range(3):
         runner.launch(resume={"keep_latest": 1})
     names = runner.store.point_names()
@@ -248,7 +248,7 @@ def test_while_an_attempt_has_not_ended_retention_is_its_own_affair(runner: Runn
     assert runner.store.point_names() == names
 
 
-def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:  # noqa: F811
+def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:
     for _ in range(4):
         runner.launch(resume={"keep_latest": 1})
     names = runner.store.point_names()
@@ -260,7 +260,7 @@ def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:  #
 
 
 def test_a_kill_while_retention_is_carried_out_loses_nothing(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,10 +23,10 @@ from orchestrator.inspect.audit.reference import reference_windows
 from orchestrator.inspect.audit.trained_data import trained_data
 from orchestrator.inspect.step_documents import TracingWindows
 from orchestrator.records.cursor import Cursor
+from tests.data.chats import CHATML_TAGGED, byte_level, saved
 from tests.data.making import some_texts, write_corpus
-from tests.data.test_chat import CHATML_TAGGED, byte_level, saved
-from tests.inspect.test_audit import TrainedRun
-from tests.launch.test_skip import SkippingRun, survey_newest
+from tests.inspect.trained_run import TrainedRun
+from tests.launch.skipping_run import SkippingRun, survey_newest
 
 Make = Callable[..., dict[str, Any]]
 SEQ_LEN = 64

@@ -22,8 +22,8 @@ from orchestrator.inspect.audit.reference.reference_windows import ReferenceWind
 from orchestrator.inspect.audit.source_walk import TrainedDocuments
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
-from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of
-from tests.inspect.test_audit import TrainedRun
+from tests.data.packed import WINDOWS, chunks_of, documents, draw_all, settings_of
+from tests.inspect.trained_run import TrainedRun
 from tests.num_examples import examples
 from tests.raising import raises
 

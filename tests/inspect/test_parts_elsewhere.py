@@ -12,12 +12,11 @@ from orchestrator.inspect.dashboard.runs import Runs
 from orchestrator.inspect.run import Run
 from orchestrator.launch.start.preview import said_of_files
 from orchestrator.storage.open import open_storage
-from tests.checkpoint.files.node_disks import Disks
-from tests.checkpoint.test_node_folders import committed, disks  # noqa: F401
+from tests.checkpoint.files.node_disks import Disks, committed_point
 
 
-def test_a_page_takes_parts_on_the_disks_of_nodes_for_no_damage(disks: Disks) -> None:  # noqa: F811
-    name = committed(disks)
+def test_a_page_takes_parts_on_the_disks_of_nodes_for_no_damage(disks: Disks) -> None:
+    name = committed_point(disks)
     run = Runs(open_storage(str(disks.folder))).open("run")
     assert run.store.verify_point(name, fast=True) == []
     with run.reading() as views:
@@ -27,8 +26,8 @@ def test_a_page_takes_parts_on_the_disks_of_nodes_for_no_damage(disks: Disks) ->
     assert row["away"].startswith(f"resume point {name} needs nodes")
 
 
-def test_status_misses_no_parts_that_are_out_of_reach(disks: Disks) -> None:  # noqa: F811
-    name = committed(disks)
+def test_status_misses_no_parts_that_are_out_of_reach(disks: Disks) -> None:
+    name = committed_point(disks)
     store = disks.store("a")
     assert (file := store.read_run()) is not None
     store.claim(1, "0" * 16, START, "host", file.id)
@@ -38,8 +37,8 @@ def test_status_misses_no_parts_that_are_out_of_reach(disks: Disks) -> None:  # 
     assert not [path for path in seen.missing if name in path]
 
 
-def test_a_plan_says_of_parts_that_are_out_of_reach_only_that_it_did_not_look(disks: Disks) -> None:  # noqa: F811
-    name = committed(disks)
+def test_a_plan_says_of_parts_that_are_out_of_reach_only_that_it_did_not_look(disks: Disks) -> None:
+    name = committed_point(disks)
     elsewhere, there = RunStore(with_nodes(open_storage(str(disks.folder / "run")))), disks.store("a")
     point = there.read_point(name)
     assert said_of_files(there, point).startswith("sizes and headers of the point's files are right")

@@ -33,6 +33,7 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
+from tests.data.packed import hand_made
 from tests.num_examples import examples
 from tests.raising import raises
 
@@ -202,20 +203,6 @@ def epoch_chunks(blocks, epoch: int) -> list[TokenChunk]:
                     )
                 )
     return found
-
-
-def hand_made(
-    entries, epoch: int, block: int, window: int, ends_window: bool, ends_block: bool, number: int
-) -> TokenChunk:
-    table = np.array(entries, np.int32).reshape(len(entries), 5)
-    tokens = 1000 * number + np.arange(int(table[:, 2].sum()), dtype=np.int32)
-    return TokenChunk(
-        source="made", epoch=epoch, block=block, window=window, tokens=tokens, record=table[:, 0],
-        piece=table[:, 1], num_tokens=table[:, 2], kind=table[:, 3], last_piece=table[:, 4],
-        special_texts=table[:, 0] % 2, file=np.zeros(len(entries), np.int32),
-        place=table[:, 0].astype(np.int64), bad_reasons=("bad",) * int((table[:, 3] == BAD).sum()),
-        ends_window=ends_window, ends_block=ends_block,
-    )  # fmt: skip
 
 
 @settings(max_examples=examples(50, chaos=200), deadline=None)

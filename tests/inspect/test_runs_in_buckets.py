@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 import orchestrator
 from orchestrator.cli.commands import main
@@ -17,13 +16,13 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.sources.lists.fragments import load_plan
 from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
 from orchestrator.inspect.audit.trained_data import trained_data
-from orchestrator.inspect.dashboard.app import make_app
 from orchestrator.launch.doctor.facts import look_at_storage
 from orchestrator.launch.doctor.storage_check import BucketFacts, judge_bucket
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import cache_folder
 from orchestrator.storage.open import above, absolute, check_bucket, join, open_storage, split
+from tests.inspect.bucket_runs import client_of, contents
 from tests.raising import raises
 from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore, OverwritingModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
@@ -31,7 +30,6 @@ from tests.storage.servers import moto, new_bucket, proxy_before, reach
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST, ORPHAN = "00000010-a0003-g0001", "00000008-a0002-g0001"
 SECRET = "hunter2-and-more"
-TOKEN, HOST = "t" * 43, "http://127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +61,6 @@ def put(folder: Path, uri: str) -> str:
         if path.is_file():
             storage.write(str(path.relative_to(folder)), path.read_bytes())
     return uri
-
-
-def contents(storage: Storage, folder: str = "") -> dict[str, bytes]:
-    found = {}
-    for each in storage.listed(folder):
-        path = f"{folder}/{each.name}" if folder else each.name
-        if each.facts is None and storage.folder is None:
-            found |= contents(storage, path)
-        else:
-            found[path] = storage.read(path)
-    return found
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -214,11 +201,6 @@ def test_the_runs_of_a_bucket_are_listed_and_shown(bucket: str, folder: Path) ->
         text = found.text.replace(f"{bucket}/runs", str(folder))
         assert json.loads(text) == expected.json(), route
     assert there.get("/api/runs/other").status_code == 404, "only the one was asked for"
-
-
-def client_of(location: str) -> TestClient:
-    app = make_app(open_storage(location), TOKEN, clock=lambda: 2e9)
-    return TestClient(app, base_url=HOST, headers={"Authorization": f"Bearer {TOKEN}"})
 
 
 def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(

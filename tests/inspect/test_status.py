@@ -6,122 +6,35 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.made_run import note
 from orchestrator.cli import commands as cli
-from orchestrator.elastic.roster import Roster
 from orchestrator.errors import StorageError
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect import run as history
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status import tail, verdict, view
 from orchestrator.inspect.status.view import status_lines
-from orchestrator.json_form import encode
-from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk
-from orchestrator.storage.files import Storage
 from orchestrator.text import count
-from tests.checkpoint.samples import key, no_sleep, record, start
-from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.checkpoint.samples import key, record, start
+from tests.inspect.watched_attempt import Attempt
+from tests.launch.runner import Runner
 from tests.raising import raises
 
 SHORT_S = 0.3
 LONG_S = 120.0  # until somebody who lives has shown it, however slow the machine is
-JOIN = JoinRequest(
-    member="b",
-    launch="l",
-    actor_id="",
-    node_id="n",
-    host="10.0.0.7",
-    port=1,
-    key=None,
-    leaves=None,
-    prepared=None,
-    cursor=None,
-    pid=22506,
-)
 
 
-class Attempt:
-    """An attempt that somebody works on, without a model."""
-
-    def __init__(
-        self,
-        runner: Runner,  # noqa: F811
-        segment_bytes: int = 16 << 20,
-        disk: OsDisk | None = None,
-    ) -> None:
-        """`disk`: that its journal is written to, if not the store's."""
-        attempt = runner.begin()
-        self.store, self.number, self.run_id = runner.store, attempt.number, attempt.run_id
-        storage = Storage(str(runner.folder), disk, no_sleep) if disk is not None else self.store.storage
-        self.journal = JournalWriter(storage, self.number, segment_bytes=segment_bytes, run_id=self.run_id)
-        self._runner, self._parent = runner, attempt.parent
-
-    def begin(self) -> None:
-        """A generation of two workers of two, `a` and `b`."""
-        config = self._runner.config().flat()
-        note(self.journal, EventKind.ATTEMPT, launch="l", why="start", config=config)
-        roster = Roster(2)
-        for member in "ab":
-            self.journal.event(
-                EventKind.JOIN,
-                member=member,
-                actor=JOIN.actor_id,
-                node=JOIN.node_id,
-                pid=JOIN.pid,
-                host=JOIN.host,
-                key="",
-                leaves=None,
-                unreached=(),
-                reason="",
-            )
-            roster.came(replace(JOIN, member=member), 0.0)
-        begun = start(1, self._parent, self.number)
-        self.journal.generation(replace(begun, world_size=2, members=("a", "b")))
-        self.journal.event(
-            EventKind.GROUP_FORMED, **encode(roster.formed(self.number, 1, ("a", "b"), 0, 0, 1.0))
-        )
-        self.journal.flush()
-
-    def steps(self, first: int, last: int, **fields: Any) -> None:
-        for step in range(first, last + 1):
-            self.journal.step(replace(record(key(step, attempt=self.number)), **fields))
-        self.journal.flush()
-
-    @contextmanager
-    def alive(self) -> Iterator[None]:
-        """Its heartbeat goes on."""
-        heart, over = self.store.heartbeat(self.number), threading.Event()
-
-        def beat() -> None:
-            while not over.wait(0.02):
-                heart.beat()
-
-        thread = threading.Thread(target=beat)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-def run_of(runner: Runner) -> Run:  # noqa: F811
+def run_of(runner: Runner) -> Run:
     return Run(runner.folder)
 
 
 def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_done(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     attempt = Attempt(runner)
     attempt.begin()
@@ -147,7 +60,7 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     [(1, "replicate: each holds the whole state"), (2, "shard: the state in 2 parts")],
 )
 def test_a_status_says_how_the_newest_group_holds_the_state(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     num_shards: int,
     said: str,
 ) -> None:
@@ -161,7 +74,7 @@ def test_a_status_says_how_the_newest_group_holds_the_state(
     assert f"  state       {said}" in status_lines(view)
 
 
-def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: Runner) -> None:  # noqa: F811
+def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: Runner) -> None:
     attempt = Attempt(runner)
     attempt.begin()
     attempt.steps(1, 3)
@@ -188,7 +101,7 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
 
 
 def test_workers_that_ended_because_the_last_state_was_not_saved_are_not_lost_and_the_save_is_the_fault(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     attempt = Attempt(runner)
     attempt.begin()
@@ -203,7 +116,7 @@ def test_workers_that_ended_because_the_last_state_was_not_saved_are_not_lost_an
 
 
 def test_a_run_below_its_minimum_waits_also_where_a_worker_is_left_and_a_drained_one_is_no_fault(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     attempt = Attempt(runner)
     attempt.begin()
@@ -220,7 +133,7 @@ def test_a_run_below_its_minimum_waits_also_where_a_worker_is_left_and_a_drained
     assert view.eta_s is None
 
 
-def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: Runner) -> None:  # noqa: F811
+def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: Runner) -> None:
     point = runner.launch()
     attempt = Attempt(runner)
     attempt.begin()
@@ -236,7 +149,7 @@ def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: 
 
 @pytest.mark.parametrize("label", [10, 20])
 def test_a_resumed_run_says_what_would_be_lost_before_it_has_a_point_of_its_own_however_it_counts(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     label: int,
 ) -> None:
     runner.launch()
@@ -253,7 +166,7 @@ def test_a_resumed_run_says_what_would_be_lost_before_it_has_a_point_of_its_own_
 
 
 def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_where_the_run_stands(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     runner.launch()
     attempt = Attempt(runner)
@@ -262,7 +175,7 @@ def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_wher
     assert (view.state, view.step, view.attempt) == ("starting", 10, 2)
 
 
-def test_an_end_is_told_at_once_with_its_reason(runner: Runner) -> None:  # noqa: F811
+def test_an_end_is_told_at_once_with_its_reason(runner: Runner) -> None:
     runner.launch()
     run = run_of(runner)
     view = run.status(1e9)
@@ -274,7 +187,7 @@ def test_an_end_is_told_at_once_with_its_reason(runner: Runner) -> None:  # noqa
 
 
 def test_a_look_reads_only_the_newest_segments_of_a_long_journal(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tail, "LEAST_BYTES", 1 << 16)
@@ -310,7 +223,7 @@ class FailingDisk(OsDisk):
 
 
 @pytest.mark.parametrize("how", ["sync", "write"])
-def test_while_storage_fails_and_after_it_a_run_is_seen_as_it_is(runner: Runner, how: str) -> None:  # noqa: F811
+def test_while_storage_fails_and_after_it_a_run_is_seen_as_it_is(runner: Runner, how: str) -> None:
     disk = FailingDisk()
     attempt = Attempt(runner, disk=disk)
     attempt.begin()
@@ -332,7 +245,7 @@ def test_while_storage_fails_and_after_it_a_run_is_seen_as_it_is(runner: Runner,
 
 
 def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_no_harm(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     attempt = Attempt(runner)
     attempt.begin()
@@ -345,7 +258,7 @@ def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_n
 
 
 def test_a_frame_says_by_one_clock_for_how_long_no_step_came_and_not_that_of_a_step_that_came(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", LONG_S)
@@ -367,7 +280,7 @@ def test_a_frame_says_by_one_clock_for_how_long_no_step_came_and_not_that_of_a_s
 
 
 def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", LONG_S)
@@ -387,7 +300,7 @@ def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(
 
 
 def test_the_time_without_a_step_counts_from_the_newest_generation(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", LONG_S)
@@ -406,7 +319,7 @@ def test_the_time_without_a_step_counts_from_the_newest_generation(
 
 
 def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if_somebody_should_look(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -426,7 +339,7 @@ def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if
     assert json.loads(capsys.readouterr().out)["state"] == "gone"
 
 
-def test_a_look_loads_neither_ray_nor_torch(runner: Runner, tmp_path: Path) -> None:  # noqa: F811
+def test_a_look_loads_neither_ray_nor_torch(runner: Runner, tmp_path: Path) -> None:
     runner.launch()
     code = (
         "import sys; from orchestrator.inspect.run import Run; Run(sys.argv[1]).status();"

@@ -21,9 +21,8 @@ from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.inspect.step_documents import TracingPacker
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import job, some_texts, spec_of, write_corpus
-from tests.inspect.test_audit import TrainedRun
-from tests.inspect.test_mixture_audit import changed
-from tests.launch.test_skip import SkippingRun
+from tests.inspect.trained_run import TrainedRun, changed
+from tests.launch.skipping_run import SkippingRun
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

@@ -21,7 +21,7 @@ from orchestrator.inspect.dashboard.runs import Runs
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
-from tests.history.test_claim_files import IDENTITY
+from tests.planning.identities import IDENTITY
 
 
 @pytest.mark.parametrize(

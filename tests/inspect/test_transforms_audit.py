@@ -20,11 +20,10 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.inspect.audit.audit import audit_history
 from orchestrator.records.cursor import Cursor
 from tests.data.format_writers import write_files
+from tests.data.made_transforms import HERE, some_records, told_texts
 from tests.data.making import write_corpus
-from tests.data.test_transform_fields import some_records
-from tests.data.test_transforms import HERE, told_texts
-from tests.inspect.test_audit import TrainedRun
-from tests.inspect.test_audit_parts import in_parts, num_parts
+from tests.inspect.audits_in_parts import in_parts, num_parts
+from tests.inspect.trained_run import TrainedRun
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

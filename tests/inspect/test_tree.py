@@ -11,12 +11,11 @@ from orchestrator.cli import commands as cli
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.tree import AttemptFacts, tree_lines
-from tests.launch.test_rewind import damage
-from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.launch.runner import Runner, damage_weights
 
 
 def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = runner.launch(), runner.launch()
@@ -24,8 +23,8 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
     run.rewind(first.point_name)
     third = runner.launch()
     fork = run.fork(runner.folder.parent / "mine", first.point_name)
-    damage(runner.folder, third)
-    pin = run._store.pins()[first.point_name]  # noqa: SLF001
+    damage_weights(runner.folder, third)
+    pin = run._store.pins()[first.point_name]
     with pytest.raises(SystemExit, match="1"):  # a point is damaged
         cli.main(["points", str(runner.folder), "--tree", "--verify"])
     lines = capsys.readouterr().out.splitlines()

@@ -17,7 +17,7 @@ from orchestrator.records.membership import GenerationView, StillWaiting
 from orchestrator.records.run_status import RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from tests.checkpoint.samples import write_vote
-from tests.coordinator.test_actor import JOIN
+from tests.coordinator.builders import JOIN
 
 LIMIT_S = 60.0
 MEMBERS = ("a", "b")

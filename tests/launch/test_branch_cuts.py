@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig, ResumeConfig
 from orchestrator.coordinator.attempt.forking import describe, found_run
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
@@ -29,16 +28,6 @@ from tests.inspect.live_run import ROOT, LiveRun
 from tests.storage.crashfs import Files, ModelDisk
 
 BLOCK = 4000  # bytes that one write takes at most
-
-
-@pytest.fixture(scope="module")
-def job(tiny_config: Any) -> JobConfig:
-    return parse_config(tiny_config({"train.max_steps": 100_000}))
-
-
-@pytest.fixture(scope="module")
-def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture

@@ -23,10 +23,9 @@ from orchestrator.launch.capacity.capacity import (
 )
 from orchestrator.launch.capacity.resource_estimate import Needs, needs_of
 from orchestrator.planning.state.memory import Machine, ParallelChoice
+from tests.launch.machines import GIB, LARGE, machines
 from tests.planning.jobs import job
 
-GIB = 1 << 30
-LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
 SEVEN_B = "model=" + json.dumps({"config": {"model_type": "llama", "num_attention_heads": 32, **LARGE}})
 ON_GPU, NO_POINTS = "cluster.use_gpu=true", "resume.memory_every_steps=null"
 NEEDS = Needs(
@@ -38,11 +37,6 @@ NEEDS = Needs(
     gpu_bytes=10 * GIB,
     gpu_text="as it says, too",
 )
-
-
-def machines(number: int, gib: float, *gpu_gib: float) -> list[Machine]:
-    gpus = tuple(int(size * GIB) for size in gpu_gib)
-    return [Machine(host=f"m{n}", memory_bytes=int(gib * GIB), gpu_bytes=gpus) for n in range(number)]
 
 
 # ------------------------------------------------------------------------------ what auto does

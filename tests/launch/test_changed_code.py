@@ -21,7 +21,7 @@ from orchestrator.launch.branch import fork as forks
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.trainer.dry_run.model_dry_run import is_to_try
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 
 FIRST, SECOND = "first = 1\n", "second = 2\n"
 TRAINS = ParallelChoice(num_shards=1, reason="one worker")
@@ -57,7 +57,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(tiny_config: Any, module: Path) -> Of:  # noqa: ARG001  found when a start asks
+def run(tiny_config: Any, module: Path) -> Of:
     changes = {"train.max_steps": 1000, "model.config": None, "model.factory": "made_here:build"}
     return Of(tiny_config(changes))
 

@@ -26,7 +26,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start, write_vote
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 
 FLIPS = 150
 

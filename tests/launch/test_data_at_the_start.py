@@ -19,7 +19,7 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from tests.data.making import plain, samples, some_texts, write_corpus
-from tests.launch.test_start import nobody
+from tests.launch.runner import nobody
 from tests.raising import raises
 
 

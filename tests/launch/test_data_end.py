@@ -12,7 +12,7 @@ from orchestrator.coordinator.machine.launch_actions import THE_BUDGET, THE_DATA
 from orchestrator.launch.start import preview
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
-from tests.launch.test_skip import SkippingRun, survey_newest
+from tests.launch.skipping_run import SkippingRun, survey_newest
 
 Make = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -22,7 +22,7 @@ from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.raising import raises
-from tests.trainer.test_model import GEMMA2
+from tests.trainer.architectures import GEMMA2
 
 MakeJob = Callable[..., JobConfig]
 

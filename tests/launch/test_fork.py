@@ -26,9 +26,9 @@ from orchestrator.records.steps import StateKey
 from orchestrator.storage import disk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import write_vote
-from tests.inspect.test_audit import TrainedRun, made_in
-from tests.launch.test_rewind import damage
-from tests.launch.test_start import Runner, files, newest_attempt, runner  # noqa: F401  a fixture
+from tests.folders import files
+from tests.inspect.trained_run import TrainedRun, made_in
+from tests.launch.runner import Runner, damage_weights, newest_attempt
 from tests.raising import raises
 
 
@@ -36,13 +36,13 @@ class Forked(Runner):
     """Starts of another run of the same job."""
 
     def __init__(self, parent: Runner, name: str = "mine", **resume: str) -> None:
-        mapping = parent._mapping  # noqa: SLF001
+        mapping = parent.mapping
         run = {**mapping["run"], "name": name}
         super().__init__({**mapping, "run": run, "resume": {**mapping["resume"], **resume}})
 
 
 @pytest.fixture
-def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:  # noqa: F811
+def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:
     """A run of twenty steps with a point every ten, and these points."""
     return runner, [runner.launch() for _ in range(2)]
 
@@ -56,7 +56,7 @@ def parent_file(store: RunStore, number: int = 1) -> dict[str, Any]:
 
 
 def test_a_fork_is_a_run_of_its_own_that_names_and_pins_its_parent(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork, before = Forked(runner), survey(runner.store)
     plan = Run(runner.folder).fork(fork.folder, first.point_name)
     assert (plan.done, plan.step, plan.point) == (True, 10, first.point_name)
@@ -81,7 +81,7 @@ def test_a_fork_is_a_run_of_its_own_that_names_and_pins_its_parent(trained: Trai
 
 
 def test_a_fork_is_planned_trained_and_looked_at_as_any_run(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork = Forked(runner)
     Run(runner.folder).fork(fork.folder, step=15)
     plan = fork.plan()
@@ -105,7 +105,7 @@ def test_a_fork_is_planned_trained_and_looked_at_as_any_run(trained: Trained) ->
 def test_who_gives_the_pin_back_hears_of_every_fork_that_still_needs_the_point(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     made, cut_off = Forked(runner), Forked(runner, "other")
     Run(runner.folder).fork(made.folder, first.point_name)
     with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file():
@@ -119,7 +119,7 @@ def test_who_gives_the_pin_back_hears_of_every_fork_that_still_needs_the_point(
 
 
 def test_a_fork_without_a_pin_leaves_none(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork, wanted = Forked(runner), Wanted(point=first.point_name)
     forks.fork(runner.store, str(fork.folder), wanted, "me", lambda plan: True, pinned=False)
     assert runner.store.pins() == {}
@@ -127,7 +127,7 @@ def test_a_fork_without_a_pin_leaves_none(trained: Trained) -> None:
 
 
 def test_a_fork_of_a_fork_keeps_the_lengths_that_were_given_in_steps(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork, again = Forked(runner), Forked(runner, "again")
     Run(runner.folder).fork(fork.folder, first.point_name)
     Run(fork.folder).fork(again.folder, "latest")
@@ -140,7 +140,7 @@ def test_a_fork_of_a_fork_keeps_the_lengths_that_were_given_in_steps(trained: Tr
 def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     trained: Trained, when: str
 ) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     wanted = str(runner.folder / "points" / first.point_name)
     fork = Forked(runner, **{"from": wanted})
     job, spec = fork.config(), fork.prepared()
@@ -155,7 +155,7 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     if when == "gone":
         runner.store.delete_point(first.point_name)
     elif when == "damaged":
-        damage(runner.folder, first)
+        damage_weights(runner.folder, first)
     else:
         shutil.rmtree(runner.folder)
     start = attempt_claim.claimed(fork.store, job, spec, newest_attempt(fork.store))
@@ -182,7 +182,7 @@ def killed_before_the_parent_file() -> Any:
 
 
 def test_a_start_from_another_runs_point_is_a_fork_and_goes_on_by_the_same_command(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork = Forked(runner, **{"from": str(runner.folder / "points" / first.point_name)})
     before = files(runner.folder.parent)
     plan = fork.plan()
@@ -198,7 +198,7 @@ def test_a_start_from_another_runs_point_is_a_fork_and_goes_on_by_the_same_comma
 
 
 def test_a_killed_start_of_a_fork_is_finished_by_any_start_of_it(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork = Forked(runner, **{"from": str(runner.folder / "points" / first.point_name)})
     with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file():
         fork.launch()
@@ -217,7 +217,7 @@ def other_name(step: int, attempt: int) -> str:
 
 
 def test_the_fork_must_fit_the_data_and_a_run_has_one_beginning(trained: Trained) -> None:
-    runner, (first, second) = trained  # noqa: F811
+    runner, (first, second) = trained
     wanted = str(runner.folder / "points" / first.point_name)
     fork = Forked(runner, **{"from": wanted})
     plan = fork.plan(train={"seed": 99}, seed=1234)
@@ -241,7 +241,7 @@ def test_the_fork_must_fit_the_data_and_a_run_has_one_beginning(trained: Trained
 
 
 def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> None:
-    runner, (first, second) = trained  # noqa: F811
+    runner, (first, second) = trained
     fork, parent = Forked(runner), Run(runner.folder)
     parent.fork(fork.folder, first.point_name)
     before = files(fork.folder)
@@ -259,8 +259,8 @@ def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> Non
     assert not third.folder.exists()
 
 
-def starting_at(runner: Runner, folder: Path) -> dict[str, Any]:  # noqa: F811
-    mapping = runner._mapping  # noqa: SLF001
+def starting_at(runner: Runner, folder: Path) -> dict[str, Any]:
+    mapping = runner.mapping
     return {**mapping, "run": {**mapping["run"], "storage": str(folder.parent), "name": folder.name}}
 
 
@@ -268,7 +268,7 @@ def starting_at(runner: Runner, folder: Path) -> dict[str, Any]:  # noqa: F811
 def test_no_new_run_lies_inside_a_run(
     trained: Trained, capsys: pytest.CaptureFixture[str], inside: str
 ) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     before, folder = files(runner.folder), runner.folder / inside.format(point=first.point_name)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["fork", str(runner.folder), str(folder), "--at", "latest", "--yes"])
@@ -285,7 +285,7 @@ def test_no_new_run_lies_inside_a_run(
 
 
 def test_a_link_into_a_run_leads_into_it_and_what_lies_there_already_still_opens(trained: Trained) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     link = runner.folder.parent / "link"
     link.symlink_to(runner.folder / "points")
     with raises(RefusedError, "run.inside_run", f"the run {runner.folder}"):
@@ -297,7 +297,7 @@ def test_a_link_into_a_run_leads_into_it_and_what_lies_there_already_still_opens
 
 
 def test_no_fork_lies_around_a_run(trained: Trained) -> None:
-    runner, _ = trained  # noqa: F811
+    runner, _ = trained
     for folder in (runner.folder.parent, runner.folder.parent.parent):
         with raises(RefusedError, "run.around_run", folder, f"the run {runner.folder}"):
             Run(runner.folder).fork(folder, "latest")
@@ -310,8 +310,8 @@ def test_no_fork_lies_around_a_run(trained: Trained) -> None:
 def test_a_point_that_is_damaged_or_gone_is_a_refusal_of_who_asks_for_it(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, (first, second) = trained  # noqa: F811
-    damage(runner.folder, first)
+    runner, (first, second) = trained
+    damage_weights(runner.folder, first)
     runner.store.delete_point(second.point_name)
     fork = Forked(runner)
     for name in (first.point_name, second.point_name, "latest"):
@@ -327,7 +327,7 @@ def test_a_point_that_is_damaged_or_gone_is_a_refusal_of_who_asks_for_it(
 
 
 def test_an_orphan_can_be_forked(trained: Trained) -> None:
-    runner, (first, second) = trained  # noqa: F811
+    runner, (first, second) = trained
     parent, fork = Run(runner.folder), Forked(runner)
     parent.rewind(first.point_name)
     parent.fork(fork.folder, second.point_name)
@@ -335,7 +335,7 @@ def test_an_orphan_can_be_forked(trained: Trained) -> None:
     assert [each.kept for each in parent.prune()] == [pin_text(runner, second)]
 
 
-def pin_text(runner: Runner, point: StateKey) -> str:  # noqa: F811
+def pin_text(runner: Runner, point: StateKey) -> str:
     pin = runner.store.pins()[point.point_name]
     return f"pinned by {pin.by}: {pin.reason}"
 
@@ -343,7 +343,7 @@ def pin_text(runner: Runner, point: StateKey) -> str:  # noqa: F811
 def test_where_there_are_no_hard_links_the_files_are_copied(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, (first, _) = trained  # noqa: F811
+    runner, (first, _) = trained
     fork = Forked(runner)
     parts = f"points/{first.point_name}/state"
 
@@ -352,7 +352,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(
 
     monkeypatch.setattr(disk.OsDisk, "link", link)
     Run(runner.folder).fork(fork.folder, first.point_name)
-    damage(runner.folder, first)
+    damage_weights(runner.folder, first)
     assert all(row["healthy"] for row in Run(fork.folder).verify()), "it needs nothing of the other run"
     assert fork.launch().step == 20
     assert runner.store.storage.list(parts)
@@ -361,7 +361,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(
 def test_the_command_makes_a_fork_only_when_it_is_told_to(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, (_, second) = trained  # noqa: F811
+    runner, (_, second) = trained
     fork = Forked(runner)
 
     def run(code: str, *words: str) -> tuple[str, str]:

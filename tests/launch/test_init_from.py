@@ -22,7 +22,7 @@ from orchestrator.launch.start.attempt_claim import claimed
 from orchestrator.launch.start.run_preparation import prepare
 from orchestrator.storage.open import open_storage
 from tests.checkpoint.exports import commit, state_of, store_at
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 from tests.raising import raises
 from tests.storage.servers import new_bucket, reach
 

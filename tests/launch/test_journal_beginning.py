@@ -14,7 +14,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import JournalEvent, read_journal
 from orchestrator.launch import api
 from orchestrator.torchrun import run as torchrun
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 
 
 @pytest.fixture

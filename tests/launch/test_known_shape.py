@@ -17,7 +17,7 @@ from orchestrator.launch.capacity.placement_check import measured, with_known_sh
 from orchestrator.launch.capacity.resource_estimate import model_size, needs_of
 from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.state.memory import ModelSize, ParallelChoice
-from tests.launch.test_capacity import LARGE, machines
+from tests.launch.machines import LARGE, machines
 from tests.planning.jobs import job
 
 SEVEN_B = {"model_type": "llama", "num_attention_heads": 32, **LARGE}

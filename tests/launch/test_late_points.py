@@ -25,7 +25,7 @@ from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed
 from tests.checkpoint.samples import key, record, start
-from tests.launch.test_start import Runner, begun, newest_attempt
+from tests.launch.runner import Runner, begun, newest_attempt
 
 MOST_LISTINGS = 4 * LOOKS  # more than any of them takes
 

@@ -18,9 +18,10 @@ from orchestrator.errors import ResumePointError
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
-from tests.launch.test_start import Runner, files, rewind
+from tests.folders import files
+from tests.launch.runner import Runner, rewind
 from tests.raising import raises
-from tests.storage.test_files import Failing
+from tests.storage.failing import FailingDisk
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_kill_while_points_are_deleted_is_neither_damage_nor_left_behind(
 def test_points_are_not_deleted_while_the_journal_cannot_say_so(runner: Runner) -> None:
     first = runner.launch()
     attempt = runner.begin()
-    stuck = Storage(str(runner.folder), Failing("fsync", errno.EIO), no_sleep)
+    stuck = Storage(str(runner.folder), FailingDisk("fsync", errno.EIO), no_sleep)
     journal = JournalWriter(stuck, attempt.number, run_id=attempt.run_id)
     committer = PointCommitter(runner.store, journal, attempt.number, {}, {}, lambda: 0.0)
     deleted = committer.perform(DeletePoints(names=(first.point_name,)))

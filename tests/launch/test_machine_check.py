@@ -22,7 +22,7 @@ from orchestrator.launch.on_ray.machine_check import packages_here, require_pack
 from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
-from tests.planning.test_resume_plan import IDENTITY
+from tests.planning.identities import IDENTITY
 from tests.raising import raises
 
 

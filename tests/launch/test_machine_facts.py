@@ -16,7 +16,7 @@ from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.launch.capacity.cluster_inventory import known_machines, machines_here, noted_machines
 from orchestrator.launch.process import launch_report
 from orchestrator.planning.state.memory import Machine, ParallelChoice
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 
 GIB = 1 << 30
 HEAD = "head:6379"

@@ -28,7 +28,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.checkpoint.samples import key, write_vote
-from tests.launch.test_start import Runner, newest_attempt, runner  # noqa: F401  a fixture
+from tests.launch.runner import Runner, newest_attempt
 from tests.raising import raises
 from tests.storage.model_store import FarModelStore, ModelBucket
 
@@ -66,7 +66,7 @@ def claim(run: Runner, plan: ResumePlan, **data: Any) -> Any:
 
 
 def test_a_start_reads_no_more_of_a_part_than_its_header(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newest = runner.launch()
@@ -125,7 +125,7 @@ def test_headers_and_bytes_are_read_several_at_a_time_from_a_bucket(fast: bool) 
 
 
 def test_the_workers_damage_is_marked_and_the_next_attempt_of_the_start_continues_the_older_point(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
 ) -> None:
     first, second, third = runner.launch(), runner.launch(), runner.launch()
     damages = [flipped(part_of(runner.folder, at)) for at in (third, second)]
@@ -144,14 +144,14 @@ def test_the_workers_damage_is_marked_and_the_next_attempt_of_the_start_continue
     assert runner.plan().point == first.point_name
 
 
-def test_where_no_older_point_is_whole_the_start_stops(runner: Runner) -> None:  # noqa: F811
+def test_where_no_older_point_is_whole_the_start_stops(runner: Runner) -> None:
     only = runner.launch()
     failed = runner.begin()
     with raises(ResumePointError, "point.none_healthy", only.point_name):
         older(runner, flipped(part_of(runner.folder, only)), failed.number)
 
 
-def test_a_point_that_was_asked_for_by_name_is_never_replaced_by_another(runner: Runner) -> None:  # noqa: F811
+def test_a_point_that_was_asked_for_by_name_is_never_replaced_by_another(runner: Runner) -> None:
     runner.launch()
     wanted, _ = runner.launch(), runner.launch()
     by_name = {"resume": {"from": wanted.point_name}}
@@ -169,7 +169,7 @@ def test_a_point_that_was_asked_for_by_name_is_never_replaced_by_another(runner:
             again(**by_name)
 
 
-def test_what_only_a_worker_reads_wrong_is_no_damage(runner: Runner) -> None:  # noqa: F811
+def test_what_only_a_worker_reads_wrong_is_no_damage(runner: Runner) -> None:
     runner.launch()
     newest = runner.launch()
     failed = runner.begin()
@@ -187,7 +187,7 @@ def unreadable(store: RunStore) -> None:
 
 
 def test_storage_that_cannot_be_read_is_no_reason_to_continue_an_older_point(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner.launch()
@@ -218,7 +218,7 @@ def other_header(path: Path) -> None:
 
 @pytest.mark.parametrize("damaging", [gone, cut, other_header])
 def test_what_sizes_and_headers_show_is_found_before_any_worker_is_started(
-    runner: Runner,  # noqa: F811
+    runner: Runner,
     damaging: Callable[[Path], None],
 ) -> None:
     first, second = runner.launch(), runner.launch()
@@ -269,7 +269,7 @@ def test_a_long_reading_is_reported_with_bytes_done_and_total_at_most_every_five
     assert short == []
 
 
-def test_a_claim_reads_a_marked_point_whole(runner: Runner) -> None:  # noqa: F811
+def test_a_claim_reads_a_marked_point_whole(runner: Runner) -> None:
     """Bytes decide: a mark alone excludes no point, and is lifted where every byte is right."""
     first, second = runner.launch(), runner.launch()
     path = part_of(runner.folder, second)

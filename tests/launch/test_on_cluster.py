@@ -11,8 +11,8 @@ import pytest
 from orchestrator.launch.process.launch_report import next_commands, say_end, trained_again
 from orchestrator.launch.process.progress import Progress
 from orchestrator.records.run_status import RunStatus
-from tests.elastic.test_stall import status
-from tests.launch.test_start import Runner
+from tests.elastic.builders import status
+from tests.launch.runner import Runner
 
 GONE = (
     "/somewhere/runs/r/run.json is gone: the run's folder was deleted or moved while this launch wrote into "

@@ -27,8 +27,8 @@ from orchestrator.launch.process import stop_signals
 from orchestrator.launch.process.progress import Progress
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss, RunStatus
 from orchestrator.storage.files import Storage
+from tests.elastic.builders import status
 from tests.elastic.in_process import Handle
-from tests.elastic.test_stall import status
 from tests.trainer.launch import Launch
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"

@@ -23,6 +23,7 @@ from orchestrator.history.journal.line_format import FIRST, line_bytes, parse_li
 from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model.build_model import loss_sum
+from tests.folders import contents
 from tests.raising import raises
 from tests.torchrun.ranks import Ranks
 
@@ -31,14 +32,6 @@ pytestmark = pytest.mark.xdist_group("forked")
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format2"
 LIMIT_S = 240.0
 SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]
-
-
-@pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy in the current folder; `example` is the run."""
-    shutil.copytree(FOLDER, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    return tmp_path / "copy" / "example"
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +63,6 @@ def trained_here(made_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copytree(made_here, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     return tmp_path / "copy" / "example"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def damage(run: Path, point: str) -> None:

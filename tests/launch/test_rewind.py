@@ -22,12 +22,13 @@ from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
-from tests.launch.test_start import Runner, files, runner  # noqa: F401  a fixture
+from tests.folders import files
+from tests.launch.runner import Runner, damage_weights
 from tests.raising import raises
 
 
 @pytest.fixture
-def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:  # noqa: F811
+def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:
     """A run of thirty steps with a point every ten, and these points."""
     return runner, [runner.launch() for _ in range(3)]
 
@@ -36,7 +37,7 @@ Trained = tuple[Runner, list[StateKey]]
 
 
 def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orphan(trained: Trained) -> None:
-    runner, (first, second, third) = trained  # noqa: F811
+    runner, (first, second, third) = trained
     newest = Run(runner.folder).rewind(step=30)
     assert (newest.stands_there, runner.store.claim_numbers()) == (True, [1, 2, 3])
     plan = Run(runner.folder).rewind(first.point_name)
@@ -56,7 +57,7 @@ def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orp
 
 
 def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:
-    runner, (first, _, _) = trained  # noqa: F811
+    runner, (first, _, _) = trained
     Run(runner.folder).rewind(first.point_name)
     before = files(runner.folder)
     assert Run(runner.folder).rewind("00000010-a0001-g0001").stands_there
@@ -69,7 +70,7 @@ def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:
 
 
 def test_a_start_that_had_rewound_by_its_configuration_goes_on_after_a_rewind(trained: Trained) -> None:
-    runner, (first, second, _) = trained  # noqa: F811
+    runner, (first, second, _) = trained
     back = {"resume": {"from": second.point_name}}
     runner.launch(**back)
     Run(runner.folder).rewind(first.point_name)
@@ -79,7 +80,7 @@ def test_a_start_that_had_rewound_by_its_configuration_goes_on_after_a_rewind(tr
 def test_a_point_that_somebody_has_begun_to_delete_is_refused_before_anything_is_claimed(
     trained: Trained,
 ) -> None:
-    runner, (first, second, _) = trained  # noqa: F811
+    runner, (first, second, _) = trained
     assert runner.store.may_delete(first.point_name, "attempt 3", "resume.keep_latest", "")
     before = files(runner.folder)
     hold = f"{runner.folder}/pins/{first.point_name}.json"
@@ -118,7 +119,7 @@ NO_PLACES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 
 
 def test_a_place_means_the_newest_point_at_or_before_it(trained: Trained) -> None:
-    runner, _ = trained  # noqa: F811
+    runner, _ = trained
     before = files(runner.folder)
     for place, step, steps_before in PLACES:
         plan = Run(runner.folder).rewind(**place, agree=lambda plan: False)
@@ -132,29 +133,23 @@ def test_a_place_means_the_newest_point_at_or_before_it(trained: Trained) -> Non
 def test_what_is_beyond_the_end_is_refused_also_where_the_run_stands_at_its_end(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, _ = trained  # noqa: F811
+    runner, _ = trained
     with pytest.raises(SystemExit, match="2"):
         cli.main(["rewind", str(runner.folder), "--step", "5000", "--yes"])
     assert "step 5,000: the run's history goes from step 1 " in capsys.readouterr().err
 
 
 def test_a_rewind_to_an_orphan_names_the_fork_that_can_take_it(trained: Trained) -> None:
-    runner, (first, second, _) = trained  # noqa: F811
+    runner, (first, second, _) = trained
     Run(runner.folder).rewind(first.point_name)
     fork = f"orchestrator fork {runner.folder} NEW_RUN --at {second.point_name}`"
     with raises(RefusedError, "point.orphan", fork):
         Run(runner.folder).rewind(second.point_name)
 
 
-def damage(folder: Path, point: StateKey) -> str:
-    weights = max((folder / "points" / point.point_name / "state").iterdir())
-    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    return weights.name
-
-
 def test_a_damaged_point_is_passed_over_by_place_and_refused_by_name(trained: Trained) -> None:
-    runner, (first, second, _) = trained  # noqa: F811
-    file = damage(runner.folder, second)
+    runner, (first, second, _) = trained
+    file = damage_weights(runner.folder, second)
     with raises(ResumePointError, "point.damaged", second.point_name, file):
         Run(runner.folder).rewind(second.point_name)
     plan = Run(runner.folder).rewind(step=25)
@@ -165,7 +160,7 @@ def test_a_damaged_point_is_passed_over_by_place_and_refused_by_name(trained: Tr
 
 
 def test_a_wish_that_cannot_be_met_is_refused_without_a_watch(trained: Trained) -> None:
-    runner, _ = trained  # noqa: F811
+    runner, _ = trained
     runner.begin()  # it may be alive: a watch would say that it looks
     said: list[str] = []
     with raises(RefusedError, "point.none_before", "step 5"):
@@ -174,7 +169,7 @@ def test_a_wish_that_cannot_be_met_is_refused_without_a_watch(trained: Trained) 
 
 
 def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, (first, _, _) = trained  # noqa: F811
+    runner, (first, _, _) = trained
     attempt = runner.begin()
     heart = runner.store.heartbeat(attempt.number)
     monkeypatch.setattr(attempt_claim, "BUSY_WATCH_S", 60.0)
@@ -197,7 +192,7 @@ def beating_at(heart: Any, signs_of_life: Any) -> Any:
 
 
 def test_a_run_that_moved_on_since_the_plan_is_left_as_it_is(trained: Trained) -> None:
-    runner, (first, _, _) = trained  # noqa: F811
+    runner, (first, _, _) = trained
     shown: list[RewindPlan] = []
 
     def agree(plan: RewindPlan) -> bool:
@@ -216,7 +211,7 @@ def test_a_run_that_moved_on_since_the_plan_is_left_as_it_is(trained: Trained) -
 
 
 def test_the_plan_says_how_far_before_the_wanted_step_the_point_lies(trained: Trained) -> None:
-    runner, (_, second, third) = trained  # noqa: F811
+    runner, (_, second, third) = trained
     plan = rewinding.look(runner.store, Wanted(step=27), "runs/mine")
     assert plan.lines() == [
         f"runs/mine: would go back to {second.point_name}, 7 steps (1,792 tokens) before step 27",
@@ -231,7 +226,7 @@ def test_the_plan_says_how_far_before_the_wanted_step_the_point_lies(trained: Tr
 def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, (first, second, _) = trained  # noqa: F811
+    runner, (first, second, _) = trained
     before = files(runner.folder)
 
     def run(code: str, *words: str) -> tuple[str, str]:
@@ -283,7 +278,7 @@ def counted(folder: Path) -> tuple[RunStore, Counting]:
 def test_a_rewind_reads_the_run_before_and_after_its_claim_and_each_byte_of_the_point_once(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, (first, _, _) = trained  # noqa: F811
+    runner, (first, _, _) = trained
     store, reads = counted(runner.folder)
     surveys: list[RunStore] = []
     survey = surveying.survey
@@ -303,7 +298,7 @@ def test_a_rewind_reads_the_run_before_and_after_its_claim_and_each_byte_of_the_
 def test_damage_that_only_the_bytes_show_changes_nothing_and_the_next_rewind_passes_it_over(
     trained: Trained,
 ) -> None:
-    runner, (first, second, newest) = trained  # noqa: F811
+    runner, (first, second, newest) = trained
     part = max((runner.folder / "points" / second.point_name / "state").iterdir())
     part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
     for wanted in ({"to": second.point_name}, {"step": 25}):
@@ -316,7 +311,7 @@ def test_damage_that_only_the_bytes_show_changes_nothing_and_the_next_rewind_pas
 
 
 def test_a_list_of_points_reads_no_tensor_and_says_that_none_was_verified(trained: Trained) -> None:
-    runner, points = trained  # noqa: F811
+    runner, points = trained
     store, reads = counted(runner.folder)
     run = Run(runner.folder)
     run._store = store

@@ -32,7 +32,6 @@ from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
 from tests.inspect.live_run import ROOT, LiveRun
-from tests.launch.test_branch_cuts import data, job  # noqa: F401  fixtures
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.interleaved import interleavings
 
@@ -66,7 +65,7 @@ class Scene:
         return in_journal or path in [f"{ROOT}/{name}" for name in names]
 
 
-def scene(job: JobConfig, data: DataSpec, *, ended: bool) -> Scene:  # noqa: F811
+def scene(job: JobConfig, data: DataSpec, *, ended: bool) -> Scene:
     disk = ModelDisk()
     run = LiveRun(disk, job, data, keep_latest=3)
     run.launch()
@@ -94,7 +93,7 @@ def retention(scene: Scene, disk: Disk) -> bool:
     """The coordinator of attempt 1, which asked for a newer claim a moment ago."""
     store, old = scene.store(disk), scene.run.live.journal
     journal = JournalWriter(store.storage, 1, run="run", run_id=scene.run.run.id)
-    journal._seq, journal._log = old._seq, going_on(old._log, store.storage)  # noqa: SLF001
+    journal._seq, journal._log = old._seq, going_on(old._log, store.storage)
     committer = PointCommitter(store, journal, 1, {}, {}, lambda: 0.0, run_id=scene.run.run.id)
     return bool(committer.perform(DeletePoints(names=(scene.point,))).names)
 
@@ -111,7 +110,7 @@ def rewind(scene: Scene, disk: Disk) -> OrchestratorError | None:
     """`orchestrator rewind --to POINT`, once it has found nobody at work."""
     store = scene.store(disk)
     claim = store.claim(2, "other", REWIND, "host", scene.run.run.id)
-    return refusal(lambda: rewinding._begin(store, claim, scene.run.run, scene.plan))  # noqa: SLF001
+    return refusal(lambda: rewinding._begin(store, claim, scene.run.run, scene.plan))
 
 
 def start(scene: Scene, disk: Disk) -> OrchestratorError | None:
@@ -164,7 +163,7 @@ def search(scene: Scene, deleting: Deleting, going_back: GoingBack) -> Counter[t
 )
 @pytest.mark.quick("retention-rewind")
 def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
-    job: JobConfig, data: DataSpec, deleting: Deleting, going_back: GoingBack  # noqa: F811
+    job: JobConfig, data: DataSpec, deleting: Deleting, going_back: GoingBack
 ) -> None:
     ends = search(scene(job, data, ended=deleting is prune), deleting, going_back)
     assert ends[True, False], "somebody deletes it first"
@@ -174,7 +173,7 @@ def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
 @pytest.mark.quick("fork")
 @pytest.mark.parametrize("forking", [fork, scratch_fork])
 def test_no_order_leaves_a_fork_with_half_a_point(
-    job: JobConfig, data: DataSpec, forking: GoingBack  # noqa: F811
+    job: JobConfig, data: DataSpec, forking: GoingBack
 ) -> None:
     forked = scene(job, data, ended=False)
     files = ("COMMIT", "rng.json", "state/00001-of-00002.safetensors")  # one of each kind
@@ -218,7 +217,7 @@ class AsksForClaimsFirst(RunStore):
 @pytest.mark.quick("AsksForHoldsLast")
 @pytest.mark.parametrize("mistake", [NeverAsksForHolds, AsksForHoldsLast, AsksForClaimsFirst])
 def test_the_search_catches_a_planted_mistake(
-    job: JobConfig, data: DataSpec, mistake: type[RunStore]  # noqa: F811
+    job: JobConfig, data: DataSpec, mistake: type[RunStore]
 ) -> None:
     wrong = scene(job, data, ended=False)
     wrong.makes = mistake

@@ -18,7 +18,7 @@ from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.samples import key, record, write_vote
 from tests.launch.coordinated import Coordinated
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 from tests.raising import raises
 
 

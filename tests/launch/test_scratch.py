@@ -17,7 +17,6 @@ from orchestrator.history.claims.liveness import beating
 from orchestrator.launch.branch import temporary_runs as scratches
 from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
-from tests.launch.test_replay import example  # noqa: F401  a fixture
 
 KILLED = """
 import os, signal, orchestrator
@@ -72,7 +71,7 @@ def told(run: Path) -> list[str]:
 
 
 def test_a_replay_that_was_killed_leaves_no_pin_and_a_folder_that_prune_removes(
-    example: Path,  # noqa: F811
+    example: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=example.parent, check=False)
@@ -89,7 +88,7 @@ def test_a_replay_that_was_killed_leaves_no_pin_and_a_folder_that_prune_removes(
 
 
 def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_life(
-    example: Path,  # noqa: F811
+    example: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempt_claim, "BUSY_WATCH_S", 1.0)
@@ -107,7 +106,7 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
 
 @pytest.mark.parametrize("name", [".replay-example-0123456789ab-1-1-x", ".replay-example-x", ".replay-a b-x"])
 def test_of_another_machines_folder_only_its_owner_knows_and_the_command_is_named(
-    example: Path,  # noqa: F811
+    example: Path,
     name: str,
 ) -> None:
     folder = example.parent / name

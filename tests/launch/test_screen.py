@@ -17,7 +17,7 @@ from orchestrator.launch.process import stop_signals
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.safe_output import MOST_WAITING, Screen, let_go
 from orchestrator.storage.files import Storage
-from tests.elastic.test_stall import status
+from tests.elastic.builders import status
 
 WAIT_S = 240.0  # on a busy machine
 

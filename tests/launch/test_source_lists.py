@@ -33,7 +33,7 @@ from orchestrator.planning.resume import source_lists
 from orchestrator.planning.resume.source_lists import ListSpan
 from orchestrator.records.steps import BatchSlice
 from orchestrator.storage.files import Storage
-from tests.launch.test_skip import BATCH, SEQ_LEN, SkippingRun
+from tests.launch.skipping_run import BATCH, SEQ_LEN, SkippingRun
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

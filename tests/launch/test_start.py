@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,122 +15,34 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.point_status import Fates, Leftover, remove_leftovers
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.machine import Process
 from orchestrator.config.loading import parse_config
-from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
-from orchestrator.history.claims.claim_files import RESUME, seal_starts
+from orchestrator.history.claims.claim_files import RESUME
 from orchestrator.history.journal import journal_reader as reader
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.run import Run
 from orchestrator.launch.process import launch_report
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
-from tests.checkpoint.samples import key, no_sleep, record, start, write_vote
+from tests.checkpoint.samples import key, no_sleep, record, write_vote
+from tests.folders import files
 from tests.launch.coordinated import Coordinated
+from tests.launch.runner import Runner, begun, newest_attempt, nobody, rewind
 from tests.raising import raises
-from tests.storage.test_files import Failing
+from tests.storage.failing import FailingDisk
 
-LIMIT_S = 60.0
 NO_FATES = Fates(kept=frozenset(), deleted=frozenset())
-
-
-def newest_attempt(store: RunStore) -> int:
-    """What a start has watched that found nobody at work."""
-    return max(store.claim_numbers(), default=0)
-
-
-class Runner:
-    """A run that is started again and again; each launch trains ten steps and saves, without a model."""
-
-    def __init__(self, mapping: Mapping[str, Any]) -> None:
-        self._mapping = dict(mapping)
-        self.folder = Path(starting.run_storage(self.config()).root)
-        self.store = RunStore(Storage(str(self.folder)))
-        self.as_stored: Callable[[dict[str, Any]], dict[str, Any]] = (
-            dict  # what a version writes of a flat one
-        )
-
-    def copied(self, storage: Path) -> Runner:
-        """The run as it stands, in another storage folder."""
-        other = Runner({**self._mapping, "run": {**self._mapping["run"], "storage": str(storage)}})
-        shutil.copytree(self.folder, other.folder)
-        return other
-
-    def config(self, train: Mapping[str, Any] = {}, resume: Mapping[str, Any] = {}, **data: Any) -> JobConfig:
-        sections = {"train": train, "resume": resume, "data": data}
-        mapping = {name: {**self._mapping[name], **changes} for name, changes in sections.items()}
-        return parse_config({**self._mapping, **mapping})
-
-    def plan(self, **data: Any) -> ResumePlan:
-        job = self.config(**data)
-        return preview.look_ahead(
-            self.store, job, starting.prepare(job, self.store.storage, freeze=False)
-        )
-
-    def prepared(self, **data: Any) -> DataSpec:
-        return starting.prepare(self.config(**data), Storage(str(self.folder)), freeze=False)
-
-    def begin(self, by: Process | None = None, **data: Any) -> Attempt:
-        job = self.config(**data)
-        spec = starting.prepare(job, self.store.storage, freeze=True)
-        newest = newest_attempt(self.store)
-        with attempt_claim.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
-            return attempt
-
-    def journal(self, attempt: Attempt) -> JournalWriter:
-        return JournalWriter(self.store.storage, attempt.number, run_id=attempt.run_id)
-
-    def launch(self, **data: Any) -> StateKey:
-        """A whole launch; the key of the point that it leaves."""
-        attempt = self.begin(**data)
-        journal = self.journal(attempt)
-        note_beginning(journal, attempt, self.as_stored(self.config(**data).flat()))
-        journal.generation(start(1, attempt.parent, attempt.number))
-        first = attempt.parent.step if attempt.parent else 0
-        for step in range(first + 1, first + 11):
-            journal.step(record(key(step, attempt=attempt.number)))
-        at = key(first + 10, attempt=attempt.number)
-        votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
-        flat = self.as_stored(self.config(**data).flat())
-        journal.flush()
-        seal_starts(self.store.storage, journal.starts_up_to(at), attempt.run_id)
-        point = self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent, run_id=attempt.run_id)
-        note_committed(journal, point)
-        journal.close()
-        lines = journal.num_durable
-        self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id, "", lines)
-        return at
-
-
-@pytest.fixture
-def runner(tiny_config: Any) -> Runner:
-    return Runner(tiny_config({"train.max_steps": 1000}))
-
-
-def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt, ResumePlan, JobConfig]:
-    """A start that goes back to a point."""
-    job = runner.config()
-    changes = {"from_": to.point_name, "keep_latest": keep_latest}
-    job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
-    spec = starting.prepare(job, runner.store.storage, freeze=True)
-    with attempt_claim.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
-        return attempt, plan, job
 
 
 def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner: Runner) -> None:
@@ -185,11 +97,6 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     assert runner.plan().rewind == ""
 
 
-def nobody() -> int:
-    """A watch that found nobody at work."""
-    return 2
-
-
 def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(runner: Runner) -> None:
     older, newest = runner.launch(), runner.launch()
     job = runner.config()
@@ -203,10 +110,6 @@ def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(
     plan = preview.look_before_start(runner.store, job, runner.prepared(), nobody)
     assert (plan.point, preview.reached(plan)) == (older.point_name, False)
     assert any(weights.name in note and "falling back" in note for note in plan.notes)
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*"))
 
 
 @pytest.mark.parametrize(("first", "other"), [("tokenizers", "gigatoken"), ("gigatoken", "tokenizers")])
@@ -320,15 +223,6 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
     assert files(runner.folder) == before
     with raises(OrchestratorError, code, value):
         preview.look_ahead(runner.store, runner.config(), runner.prepared())
-
-
-def begun(runner: Runner, by: Process | None = None) -> Attempt:
-    """An attempt whose coordinator has begun its journal."""
-    attempt = runner.begin(by)
-    journal = runner.journal(attempt)
-    note_beginning(journal, attempt, {}, by)
-    journal.close()
-    return attempt
 
 
 def test_a_run_of_a_version_that_stored_model_dtype_is_read_and_continued(runner: Runner) -> None:
@@ -450,7 +344,7 @@ def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(r
 def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> None:
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)
-    stuck = RunStore(Storage(str(runner.folder), Failing("remove_folder", errno.EBUSY), no_sleep))
+    stuck = RunStore(Storage(str(runner.folder), FailingDisk("remove_folder", errno.EBUSY), no_sleep))
     (left,) = remove_leftovers(stuck, 2, NO_FATES)
     assert left.point == key(14).point_name
     assert "EBUSY" in left.kept

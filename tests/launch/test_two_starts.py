@@ -24,7 +24,7 @@ from orchestrator.launch import api
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.torchrun import run as torchrun
-from tests.launch.test_start import LIMIT_S, Runner, begun
+from tests.launch.runner import LIMIT_S, Runner, begun
 from tests.raising import raises
 
 

@@ -11,15 +11,15 @@ from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.resume.data_progress import KnownEpochs
-from orchestrator.planning.resume.identity import RunIdentity, stream_settings
+from orchestrator.planning.resume.identity import stream_settings
 from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
+from tests.planning.identities import BEFORE, IDENTITY
 from tests.planning.jobs import job
 
 STEP = 16 * 256
-BEFORE = job()
 KEY = StateKey(attempt=3, generation=7, step=55)
 POINT = PointInfo(
     name=KEY.point_name,
@@ -30,16 +30,6 @@ POINT = PointInfo(
     world_size=2,
     optimizer_steps=55,
     budgets=budgets_for(BEFORE, None),
-)
-IDENTITY = RunIdentity(
-    format_version=1,
-    order_version=1,
-    tokenizer="./corpus/tokenizer",
-    tokenizer_digest="aa11",
-    encoder_name="gigatoken",
-    encoder_version="0.3.1",
-    settings=stream_settings(BEFORE.flat()),
-    manifests={"stdlib": "bb22"},
 )
 KEYS_OF_THE_PLAN = {
     *(

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from orchestrator.storage.disk import AppendHandle, storage_error
+from orchestrator.storage.disk import AppendHandle, OsDisk, storage_error
 from orchestrator.storage.store import AppendingStore, Listed, ObjectFacts, Pieces, Store, Traits
 
 Result = TypeVar("Result")
@@ -223,3 +223,23 @@ def _half(pieces: Pieces, size: int, number: int) -> Iterator[memoryview]:
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+class FailingDisk(OsDisk):
+    """The real disk, but a call named `call` fails `times` times with `number`."""
+
+    def __init__(self, call: str, number: int, times: int = 10**9) -> None:
+        self.call, self.number, self.times = call, number, times
+        self.seen = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != object.__getattribute__(self, "call"):
+            return object.__getattribute__(self, name)
+
+        def fail(*arguments: Any) -> Any:
+            self.seen += 1
+            if self.seen <= self.times:
+                raise OSError(self.number, os.strerror(self.number))
+            return object.__getattribute__(self, name)(*arguments)
+
+        return fail

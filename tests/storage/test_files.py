@@ -8,7 +8,6 @@ import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -21,26 +20,7 @@ from orchestrator.storage.store import Pieces, Store
 from orchestrator.storage.tries import TRIES
 from tests.checkpoint.samples import no_sleep
 from tests.raising import raises
-
-
-class Failing(OsDisk):
-    """The real disk, but a call named `call` fails `times` times with `number`."""
-
-    def __init__(self, call: str, number: int, times: int = 10**9) -> None:
-        self.call, self.number, self.times = call, number, times
-        self.seen = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name != object.__getattribute__(self, "call"):
-            return object.__getattribute__(self, name)
-
-        def fail(*arguments: Any) -> Any:
-            self.seen += 1
-            if self.seen <= self.times:
-                raise OSError(self.number, os.strerror(self.number))
-            return object.__getattribute__(self, name)(*arguments)
-
-        return fail
+from tests.storage.failing import FailingDisk
 
 
 def test_what_is_written_is_read_back_with_its_digest(tmp_path) -> None:
@@ -86,7 +66,7 @@ def test_of_many_that_create_a_name_exactly_one_wins(tmp_path) -> None:
 
 
 def test_without_hard_links_a_name_is_still_created_once(tmp_path) -> None:
-    storage = Storage(str(tmp_path), Failing("link", errno.EPERM))
+    storage = Storage(str(tmp_path), FailingDisk("link", errno.EPERM))
     assert storage.create("claim", b"one")
     assert not storage.create("claim", b"two")
     assert storage.read("claim") == b"one"
@@ -104,7 +84,7 @@ def test_a_link_that_was_made_but_reported_as_taken_counts_as_made(tmp_path) -> 
 
 @pytest.mark.parametrize("call", ["create", "write", "fsync", "make_folder", "fsync_folder"])
 def test_a_failure_that_passes_is_tried_again(tmp_path, call) -> None:
-    disk = Failing(call, errno.EIO, times=TRIES - 1)
+    disk = FailingDisk(call, errno.EIO, times=TRIES - 1)
     waits: list[float] = []
     storage = Storage(str(tmp_path), disk, waits.append)
     storage.write("a/b", b"x")
@@ -126,7 +106,7 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, call) -> None:
 )
 @pytest.mark.parametrize("call", ["create", "write", "fsync"])
 def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, number, code) -> None:
-    disk = Failing(call, number)
+    disk = FailingDisk(call, number)
     storage = Storage(str(tmp_path), disk, no_sleep)
     with raises(StorageError, code, errno.errorcode[number]):
         storage.write("a", b"x")
@@ -136,7 +116,7 @@ def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, num
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_failure_about_rights_is_not_tried_again(tmp_path, number) -> None:
-    disk = Failing("create", number)
+    disk = FailingDisk("create", number)
     with raises(StorageError, "storage.denied", errno.errorcode[number]):
         Storage(str(tmp_path), disk, no_sleep).write("a", b"x")
     assert disk.seen == 1
@@ -157,7 +137,7 @@ def test_surely_absent_is_another_thing_than_unreadable(tmp_path) -> None:
         ("size", storage.exists),
         ("list", storage.list),
     ):
-        broken = Storage(str(tmp_path), Failing(call, errno.EIO), no_sleep)
+        broken = Storage(str(tmp_path), FailingDisk(call, errno.EIO), no_sleep)
         with raises(StorageError, "storage.failed", "EIO"):
             getattr(broken, look.__name__)("file" if call != "list" else "")
 
@@ -185,7 +165,7 @@ def test_deleting_a_folder_removes_links_but_not_what_they_point_to(tmp_path) ->
 
 def test_an_appended_file_grows_and_a_failed_sync_ends_it(tmp_path) -> None:
     storage = Storage(str(tmp_path))
-    with_failure = Storage(str(tmp_path), Failing("fsync", errno.EIO), no_sleep)
+    with_failure = Storage(str(tmp_path), FailingDisk("fsync", errno.EIO), no_sleep)
     handle = storage.append("log")
     handle.write(b"one\n")
     handle.sync()
@@ -203,7 +183,7 @@ def test_an_appended_file_grows_and_a_failed_sync_ends_it(tmp_path) -> None:
 
 
 def test_a_close_that_fails_is_an_error_of_the_storage(tmp_path) -> None:
-    handle = Storage(str(tmp_path), Failing("close", errno.EIO, times=1), no_sleep).append("log")
+    handle = Storage(str(tmp_path), FailingDisk("close", errno.EIO, times=1), no_sleep).append("log")
     handle.write(b"one\n")
     with raises(StorageError, "storage.failed", "close ", "EIO"):
         handle.close()
@@ -211,7 +191,7 @@ def test_a_close_that_fails_is_an_error_of_the_storage(tmp_path) -> None:
 
 
 def test_a_close_that_fails_without_hard_links_is_an_error_of_the_storage(tmp_path) -> None:
-    class ClosesBadly(Failing):
+    class ClosesBadly(FailingDisk):
         """No hard links, and what is written under its own name is not closed well."""
 
         def create(self, path: str) -> int:

@@ -18,8 +18,8 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
+from tests.data.made_transforms import HERE, told_texts
 from tests.data.making import some_texts, write_corpus
-from tests.data.test_transforms import HERE, told_texts
 from tests.system.harness import Job
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.xdist_group("ray")]

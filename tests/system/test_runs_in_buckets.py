@@ -22,7 +22,7 @@ from orchestrator.cli.commands import main
 from orchestrator.inspect.run import Run
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.open import open_storage
-from tests.inspect.test_runs_in_buckets import client_of, contents
+from tests.inspect.bucket_runs import client_of, contents
 from tests.storage.servers import CLOUD, moto, new_bucket, reach
 from tests.system.conftest import LLAMA
 from tests.system.harness import LIMIT_S, ROOT

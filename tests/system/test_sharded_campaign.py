@@ -22,7 +22,7 @@ from tests.conftest import TinyConfig
 from tests.inspect.lost_steps import assert_views_count_each_lost_step_once, lost_steps
 from tests.system.conftest import TINY
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, sigkill, thaw, when_struck
-from tests.trainer.test_read_back import read_back
+from tests.trainer.read_back import read_back
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

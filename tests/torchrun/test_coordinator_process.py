@@ -26,9 +26,9 @@ from orchestrator.records.run_status import RunStatus
 from orchestrator.torchrun.coordinator_process import HostedCoordinator
 from orchestrator.torchrun.transport import SocketCalls
 from tests.checkpoint.samples import key, record, write_vote
-from tests.coordinator.test_actor import JOIN
+from tests.coordinator.builders import JOIN
 from tests.forked import FORKED
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 from tests.processes import ended as has_ended
 
 pytestmark = pytest.mark.xdist_group("forked")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.trainer import feed
+
 VOCABULARY = 128
 POSITIONS = "max_position_embeddings n_positions max_seq_len n_ctx"
 _SIZES = {
@@ -75,3 +77,15 @@ def small(base: Any) -> dict[str, Any]:
         for name, each in inner.items()
         if each is not None
     }
+
+
+GEMMA2 = {
+    "model_type": "gemma2",
+    "vocab_size": feed.VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}

@@ -422,3 +422,11 @@ class LinkCalls:
         self._released.clear()
         self.send("hold", place)
         assert self._released.wait(WAIT_S), f"held at {place} for ever"
+
+
+def trained_steps(launch: Launch) -> list[tuple]:
+    """What the journal says of the training itself; not the times."""
+    records = sorted(launch.records.values(), key=lambda r: r.step)
+    return [
+        (r.step, r.loss, r.grad_norm, r.lr, r.digest, r.consumed_samples, r.target_tokens) for r in records
+    ]

@@ -52,8 +52,8 @@ from orchestrator.trainer.saving.save_machines import (
     asked_for,
     carried_out,
 )
+from tests.checkpoint.commit_machines import vote
 from tests.checkpoint.quick_storage import tell_machine
-from tests.checkpoint.test_commit_machine import vote
 
 State = tuple[int, ...]  # which generation trained each step
 TORN: State = (-1,)
@@ -131,7 +131,7 @@ class World(NamedTuple):
         return self.ranks[key.generation - 1].index(who)
 
 
-class Broken(Exception):  # noqa: N818 - it is what the search looks for
+class Broken(Exception):
     """A rule does not hold; the text says which."""
 
 

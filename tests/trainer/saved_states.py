@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from orchestrator.checkpoint.files.part_file import make_part, write_part
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.writer.part_job import PartWritten
-from orchestrator.planning.state.state_layout import Layout, written_rows
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, written_rows
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import Item, rows_of, saved_tensors
+from orchestrator.trainer.state.train_state import TrainState
+from tests.trainer.member import tiny_job
 
 
 def write_share(
@@ -59,3 +64,54 @@ def commit_state(
             )
         )
     return store.commit_point(votes, config or {}, rng or {}, None)
+
+
+KEY = StateKey(attempt=1, generation=1, step=1)
+SHAPES: dict[tuple[str, str], tuple[int, ...]] = {
+    ("model", "embedding"): (50, 6),
+    ("model", "bias"): (5,),
+    ("model", "norm"): (2, 3),
+    ("optimizer", "steps"): (),
+    ("optimizer", "exp_avg.embedding"): (50, 6),
+}
+
+
+def whole_tensors(dtype: torch.dtype) -> dict[tuple[str, str], torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def items_of(whole: dict[tuple[str, str], torch.Tensor], layout: Layout, rank: int) -> list[Item]:
+    """What a rank holds, in memory of its own."""
+    items = []
+    for (group, name), tensor in whole.items():
+        form = StateTensor(
+            group=group,
+            name=name,
+            shape=tuple(tensor.shape),
+            itemsize=tensor.element_size(),
+            sharded=tensor.ndim > 0,
+        )
+        rows = held_rows(form, layout.num_shards, layout.shard_of(rank))
+        mine = tensor[rows.start : rows.stop].clone() if tensor.ndim else tensor.clone()
+        items.append(Item(whole=form, tensor=mine, first_row=rows.start))
+    return items
+
+
+def save(folder: Path, layout: Layout, items: Sequence[Sequence[Item]]) -> str:
+    """Commits a point; the digest of its weights."""
+    return commit_state(RunStore(Storage(str(folder))), KEY, layout, items).commit.weights_digest
+
+
+CPU = torch.device("cpu")
+
+
+def new_state(steps: int = 0) -> TrainState:
+    job = tiny_job()
+    state = TrainState(job.model, job.train, CPU, invariant=True)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in state.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        state.apply(0.01, num_targets=1)
+    return state

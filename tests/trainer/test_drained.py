@@ -13,13 +13,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import DONE, LEFT
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members
-from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
-    SHARD,
-    alone,
-    assert_as_if_nothing_happened,
-    calm,
-    job_of,
-)
+from tests.trainer.sharded_kills import SHARD, assert_as_if_nothing_happened, job_of
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -43,7 +37,7 @@ def drained_at_5(
 
 
 @pytest.mark.chaos
-def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path, calm, alone):  # noqa: F811
+def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path, calm, alone):
     launch = drained_at_5(tmp_path, sharded=True, memory=2)
     first, second = launch.views
     saved = StateKey(attempt=1, generation=1, step=5)
@@ -68,7 +62,7 @@ def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path,
 
 
 @pytest.mark.chaos
-def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it(tmp_path, calm, alone):  # noqa: F811
+def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it(tmp_path, calm, alone):
     launch = drained_at_5(tmp_path, sharded=False)
     assert [(view.world_size, view.step) for view in launch.views] == [(3, 0), (2, 5)]
     assert launch.views[1].point == StateKey(attempt=1, generation=1, step=5).point_name
@@ -77,7 +71,7 @@ def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it
 
 
 @pytest.mark.chaos
-def test_where_that_one_fails_the_group_meets_finds_out_and_saves_the_next_step(tmp_path, calm, alone):  # noqa: F811
+def test_where_that_one_fails_the_group_meets_finds_out_and_saves_the_next_step(tmp_path, calm, alone):
     launch = drained_at_5(tmp_path, sharded=False, plans={"b": Plan(full_disk_at=5)})
     assert [(view.world_size, view.step) for view in launch.views[:2]] == [(3, 0), (3, 5)]
     assert launch.views[-1].world_size == 2
@@ -85,7 +79,7 @@ def test_where_that_one_fails_the_group_meets_finds_out_and_saves_the_next_step(
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
-def test_where_its_part_cannot_be_written_all_go_on_together_and_no_step_is_lost(tmp_path, calm, alone):  # noqa: F811
+def test_where_its_part_cannot_be_written_all_go_on_together_and_no_step_is_lost(tmp_path, calm, alone):
     launch = drained_at_5(tmp_path, sharded=True, plans={"b": Plan(full_disk_at=5)})
     assert [(view.world_size, view.step, view.point) for view in launch.views[:2]] == [
         (3, 0, None),

@@ -17,11 +17,10 @@ from torch.distributed import TCPStore
 
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
-from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
+from orchestrator.trainer.loading.state_tensors import MODEL
+from orchestrator.trainer.model.build_model import bare_model
 from orchestrator.trainer.state.sharded_state import ShardedState, skeleton_of
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows
@@ -29,12 +28,10 @@ from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, st
 from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of
+from tests.trainer.weight_folders import GPT2, MIXTRAL, TIED, assert_first_weights, items_of, renamed, saved
 
 pytestmark = pytest.mark.xdist_group("forked")
 
-TIED = {**LLAMA, "tie_word_embeddings": True}
-MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
-GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 GEMMA = {"model_type": "gemma2", **SMALL}
 MIB = 1 << 20
 
@@ -44,44 +41,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     monkeypatch.setattr(initial, "BUFFER_BYTES", 300)  # a few rows at a time
-
-
-def items_of(model: torch.nn.Module, num_shards: int, shard: int) -> list[Item]:
-    """The rows of a shard, with other values than any."""
-    items = []
-    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
-        whole = whole_item(MODEL, name, tensor, sharded=isinstance(tensor, torch.nn.Parameter)).whole
-        rows = held_rows(whole, num_shards, shard)
-        shape = (len(rows), *tensor.shape[1:]) if tensor.ndim else ()
-        items.append(Item(whole=whole, tensor=torch.full(shape, 7.0).to(tensor.dtype), first_row=rows.start))
-    return items
-
-
-def assert_first_weights(config: ModelConfig, precision: str, streamed: bool = True) -> None:
-    """Of all shards, as one process has them that loads all."""
-    expected = dict(
-        own_tensors(first_model(config, precision, 0, CPU, invariant=False).state_dict(keep_vars=True))
-    )
-    skeleton = skeleton_of(bare_model(config, precision, 0, CPU))
-    for shard in range(3):
-        items = items_of(skeleton, 3, shard)
-        assert fill_rows(config, skeleton, items) == streamed
-        assert [item.name for item in items] == list(expected)
-        for item in items:
-            wanted = expected[item.name].detach()
-            if item.whole.shape:
-                wanted = wanted[item.first_row : item.first_row + len(item.tensor)]
-            if streamed:
-                assert item.tensor.dtype == wanted.dtype
-                assert torch.equal(item.tensor, wanted), item.name
-            else:
-                assert bool((item.tensor == 7).all()), "nothing is written"
-
-
-def saved(folder: Path, shape: dict[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> str:
-    model = build_model(ModelConfig(config=shape), "float32", 5, CPU, True)
-    model.to(dtype).save_pretrained(folder, **how)
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +90,6 @@ def test_a_factory_reads_a_folder_by_its_own_names(tmp_path: Path) -> None:
 
 
 # ---- what transformers must load whole
-def renamed(path: Path) -> None:
-    """As the hub has GPT-2: without the prefix of the model inside."""
-    tensors = load_file(path)
-    save_file({n.removeprefix("transformer."): t for n, t in tensors.items()}, path, {"format": "pt"})
 
 
 def untied(path: Path) -> None:

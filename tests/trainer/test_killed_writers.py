@@ -15,10 +15,9 @@ import pytest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.trainer.interfaces.job import TrainJob
 from tests.processes import ended
+from tests.trainer.kills import killed, part_writers
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
-from tests.trainer.test_kills import killed
-from tests.trainer.test_staged_saves import writers
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -76,7 +75,7 @@ def stopped_in_the_second_save(group: Members) -> int:
     """The writer of a, which stands still and has its part of the second save to write."""
     launch = group.launch
     launch.wait_for(lambda: launch.held("a") is not None and bool(launch.points))
-    (writer,) = writers(group.processes["a"].pid or 0)
+    (writer,) = part_writers(group.processes["a"].pid or 0)
     os.kill(writer, signal.SIGSTOP)
     launch.release("a")
     launch.wait_for(lambda: len(launch._votes.get(SECOND, ())) == 1)  # b's, so that it was begun

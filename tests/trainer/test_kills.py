@@ -4,48 +4,23 @@ unbroken run, bit by bit."""
 from __future__ import annotations
 
 import dataclasses
-import signal
 
 import pytest
 
 from orchestrator.records.steps import StateKey, StepRecord
 from tests.elastic.in_process import Driver
+from tests.trainer.kills import END, assert_same_training, killed, let_in
 from tests.trainer.launch import SETTINGS, Launch
-from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
+from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
 pytestmark = pytest.mark.xdist_group("forked")
 
-END = 8
 PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("unbroken"), 1)
-
-
-def assert_same_training(launch: Launch, unbroken: Launch) -> None:
-    """The history that the last point stands on has every step once, as the unbroken run trained it, and ends
-    in the same bits."""
-    assert launch.last_point().state_digest == unbroken.last_point().state_digest
-    assert launch.last_point().cursor == unbroken.last_point().cursor
-    history: dict[int, tuple] = {}
-    for record in sorted(launch.records.values(), key=lambda r: r.key):
-        history[record.step] = (record.loss, record.grad_norm, record.lr, record.digest)
-    expected = {r.step: (r.loss, r.grad_norm, r.lr, r.digest) for r in unbroken.records.values()}
-    assert history == expected
-
-
-def killed(group: Members) -> set[str]:
-    return {name for name, process in group.processes.items() if process.exitcode == -signal.SIGKILL}
-
-
-def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b") -> None:
-    """Starts a member while `held` is held, and lets that go on when the newcomer waits."""
-    group.launch.wait_for(lambda: group.launch.held(held) is not None)
-    group.start(name, plan)
-    group.launch.wait_for(lambda: group.launch.waits(name))
-    group.launch.release(held)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -24,21 +24,11 @@ from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.steps import StepRecord
 from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.killable import KillableLaunch
+from tests.trainer.kills import killed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end
-from tests.trainer.test_read_back import read_back
-from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
-    END,
-    HSDP,
-    REPLICATE,
-    SHARD,
-    Segments,
-    alone,
-    calm,
-    job_of,
-    killed,
-    segments_of,
-)
+from tests.trainer.read_back import read_back
+from tests.trainer.sharded_kills import END, HSDP, REPLICATE, SHARD, Segments, job_of, segments_of
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -269,7 +259,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job_of(REPLICATE, train__numerics="invariant"))
 
 
-def assert_as_undisturbed(case: Case, launch: Launch, calm: Any, alone: list[float], exact: Launch) -> None:  # noqa: F811
+def assert_as_undisturbed(case: Case, launch: Launch, calm: Any, alone: list[float], exact: Launch) -> None:
     found, digest = history(launch), launch.last_point().state_digest
     one = sorted(exact.records.values(), key=lambda record: record.step)
     assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
@@ -307,8 +297,8 @@ def assert_no_more_is_lost_than_promised(kill: Kill) -> None:
 )
 def test_a_kill_anywhere_ends_in_the_run_that_nobody_disturbed(
     tmp_path: Path,
-    calm: Any,  # noqa: F811
-    alone: list[float],  # noqa: F811
+    calm: Any,
+    alone: list[float],
     exact: Launch,
     case: Case,
 ) -> None:

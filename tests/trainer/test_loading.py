@@ -12,57 +12,20 @@ import pytest
 import torch
 
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of
 from orchestrator.planning.state.weights_sum import weights_sum
-from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import Item, digest_of, load, sum_of
 from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import PAIRS
 from tests.raising import raises
-from tests.trainer.saved_states import commit_state
-from tests.trainer.test_staging import content, placed
+from tests.trainer.saved_states import KEY, items_of, save, whole_tensors
+from tests.trainer.staged import content, placed
 
-KEY = StateKey(attempt=1, generation=1, step=1)
 LAYOUTS = [layout_of(1, 1), layout_of(3, 1), layout_of(4, None), layout_of(4, 2), layout_of(7, None)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SHAPES: dict[tuple[str, str], tuple[int, ...]] = {
-    ("model", "embedding"): (50, 6),
-    ("model", "bias"): (5,),
-    ("model", "norm"): (2, 3),
-    ("optimizer", "steps"): (),
-    ("optimizer", "exp_avg.embedding"): (50, 6),
-}
 MIB = 1 << 20
-
-
-def whole_tensors(dtype: torch.dtype) -> dict[tuple[str, str], torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-
-
-def items_of(whole: dict[tuple[str, str], torch.Tensor], layout: Layout, rank: int) -> list[Item]:
-    """What a rank holds, in memory of its own."""
-    items = []
-    for (group, name), tensor in whole.items():
-        form = StateTensor(
-            group=group,
-            name=name,
-            shape=tuple(tensor.shape),
-            itemsize=tensor.element_size(),
-            sharded=tensor.ndim > 0,
-        )
-        rows = held_rows(form, layout.num_shards, layout.shard_of(rank))
-        mine = tensor[rows.start : rows.stop].clone() if tensor.ndim else tensor.clone()
-        items.append(Item(whole=form, tensor=mine, first_row=rows.start))
-    return items
-
-
-def save(folder: Path, layout: Layout, items: Sequence[Sequence[Item]]) -> str:
-    """Commits a point; the digest of its weights."""
-    return commit_state(RunStore(Storage(str(folder))), KEY, layout, items).commit.weights_digest
 
 
 def staged(items: Sequence[Item], buffer: StagingBuffer) -> list[Item]:

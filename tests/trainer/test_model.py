@@ -13,6 +13,7 @@ from orchestrator.trainer.model.build_model import build_model, loss_sum, own_gp
 from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.transformers_model import transformers_settings
 from tests.raising import raises
+from tests.trainer.architectures import GEMMA2
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import PoisonModel, tiny_job
 
@@ -145,18 +146,6 @@ def test_a_pretrained_folder_that_lacks_tensors_is_refused_by_their_names(tmp_pa
     save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
     with raises(ConfigError, "weights.missing_tensors", f" {len(lacking)} of", *lacking):
         build_model(asked, "float32", 0, CPU, True)
-
-
-GEMMA2 = {
-    "model_type": "gemma2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 
 
 def attention_of(

@@ -31,10 +31,9 @@ from orchestrator.trainer.model.build_model import build_model
 from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.raising import raises
-from tests.trainer.architectures import tiny
+from tests.trainer.architectures import GEMMA2, tiny
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import tiny_job
-from tests.trainer.test_model import GEMMA2
 
 LLAMA = tiny_job().model.config
 

@@ -12,9 +12,9 @@ import pytest
 
 from orchestrator.coordinator.machine import launch_history
 from orchestrator.records.run_status import MemberInfo
+from tests.trainer.kills import assert_same_training, killed, let_in
 from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
-from tests.trainer.test_kills import assert_same_training, killed, let_in
 
 pytestmark = pytest.mark.xdist_group("forked")
 

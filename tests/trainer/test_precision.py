@@ -8,9 +8,8 @@ import torch
 
 from orchestrator.trainer.model.build_model import loss_sum
 from orchestrator.trainer.state.train_state import TrainState
-from tests.trainer.launch import Launch
+from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import run_to_end, tiny_job
-from tests.trainer.test_worlds import trained
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -30,20 +29,20 @@ def test_bf16_gives_the_same_bits_on_any_number_of_members_and_other_ones_than_f
 ):
     launch = run_to_end(tmp_path, world_size, job=BF16)
     assert launch.last_point().state_digest == alone.last_point().state_digest
-    assert trained(launch) == trained(alone)
+    assert trained_steps(launch) == trained_steps(alone)
     exact = run_to_end(tmp_path / "float32", 1)
     assert exact.last_point().state_digest != alone.last_point().state_digest
     for column in (1, 2):  # loss, norm of the gradient
-        expected = [row[column] for row in trained(exact)]
-        assert [row[column] for row in trained(alone)] == pytest.approx(expected, rel=2e-2)
+        expected = [row[column] for row in trained_steps(exact)]
+        assert [row[column] for row in trained_steps(alone)] == pytest.approx(expected, rel=2e-2)
 
 
 def test_bf16_under_fast_numerics_trains_nearly_the_same_and_repeats_itself_to_the_last_bit(tmp_path, alone):
     job = tiny_job(train__precision="bf16", train__numerics="fast")
     first, second = (run_to_end(tmp_path / name, 2, job=job) for name in ("first", "second"))
     assert first.last_point().state_digest == second.last_point().state_digest
-    expected = [row[1] for row in trained(alone)]
-    assert [row[1] for row in trained(first)] == pytest.approx(expected, rel=1e-3)
+    expected = [row[1] for row in trained_steps(alone)]
+    assert [row[1] for row in trained_steps(first)] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.chaos

@@ -22,8 +22,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces
 from orchestrator.trainer.saving.saver import STOP_LIMIT_S, Saver
 from tests.raising import raises
+from tests.trainer.saved_states import new_state
 from tests.trainer.sharded import view_of
-from tests.trainer.test_weights import new_state
 
 LIMIT_S = 60.0
 

@@ -4,86 +4,29 @@ and the end is that of a run that was re-formed at the same steps and never dist
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.records.membership import GenerationView, Source
+from orchestrator.records.membership import Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.interfaces.job import TrainJob
+from tests.trainer.kills import killed
 from tests.trainer.launch import Launch
-from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
+from tests.trainer.member import Plan, members, run_to_end
+from tests.trainer.sharded_kills import (
+    HSDP,
+    REPLICATE,
+    SHARD,
+    assert_as_if_nothing_happened,
+    job_of,
+    losses,
+)
 
 pytestmark = pytest.mark.xdist_group("forked")
 
-REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}
 BF16 = {"train__precision": "bf16"}
-END = 8
-Segments = tuple[tuple[int, int], ...]  # (world size, up to which step)
-
-
-def job_of(parallel: Any, **changes: Any) -> TrainJob:
-    # a calm run may end after any step, which no warm-up may be longer than
-    fixed = {"train__numerics": "fast", "train__warmup_steps": 1, "resume__memory_every_steps": 2}
-    return tiny_job(train__parallel=parallel, **{**fixed, **changes})
-
-
-def losses(*launches: Launch) -> list[float]:
-    """Of the history, by step: later generations have made some again."""
-    found = {r.step: r.loss for launch in launches for _, r in sorted(launch.records.items())}
-    assert sorted(found) == list(range(1, END + 1)), "every step is in the history, once"
-    return [found[step] for step in sorted(found)]
-
-
-def segments_of(views: list[GenerationView]) -> Segments:
-    """Which world trained which steps of the history that the last generation stands on."""
-    begun: list[tuple[int, int]] = []  # (first step - 1, world size)
-    for view in views:
-        begun = [(step, world) for step, world in begun if step < view.step]
-        begun.append((view.step, view.world_size))
-    ends = [*(step for step, _ in begun[1:]), END]
-    return tuple((world, end) for (_, world), end in zip(begun, ends, strict=True))
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory):
-    """Runs that nobody disturbs: each segment is a launch of its own that continues the point of the last."""
-
-    @cache
-    def run(parallel: str, segments: Segments, **changes: Any) -> tuple[list[float], str]:
-        folder, launches, point = tmp_path_factory.mktemp("calm"), list[Launch](), None
-        for attempt, (world, end) in enumerate(segments, 1):
-            job = job_of(HSDP if parallel == "hsdp" else parallel, train__max_steps=end, **changes)
-            launches.append(run_to_end(folder, world, attempt=attempt, point=point, job=job))
-            point = launches[-1].last_point().key.point_name
-        return losses(*launches), launches[-1].last_point().state_digest
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> list[float]:
-    return losses(run_to_end(tmp_path_factory.mktemp("alone"), 1, job=job_of("replicate")))
-
-
-def assert_as_if_nothing_happened(
-    launch: Launch, parallel: Any, calm: Any, alone: list[float], tolerance: float = 1e-5, **changes: Any
-) -> None:
-    """The history is, bit by bit, that of calm runs of the same worlds; and nearly that of one process."""
-    found = losses(launch)
-    name = "hsdp" if parallel == HSDP else parallel
-    expected, digest = calm(name, segments_of(launch.views), **changes)
-    assert found == expected
-    assert launch.last_point().state_digest == digest
-    assert found == pytest.approx(alone, rel=tolerance)
-
-
-def killed(group: Members) -> set[str]:
-    return {name for name, process in group.processes.items() if process.exitcode == -signal.SIGKILL}
 
 
 def run_with(

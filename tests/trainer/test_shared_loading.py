@@ -20,11 +20,11 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Traits
 from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.loading.shared_loading import load_together
+from tests.trainer.kills import killed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
+from tests.trainer.saved_states import KEY, items_of, save, whole_tensors
 from tests.trainer.sharded import formed, on_ranks, view_of
-from tests.trainer.test_kills import killed
-from tests.trainer.test_loading import KEY, items_of, save, whole_tensors
 
 pytestmark = pytest.mark.xdist_group("forked")
 

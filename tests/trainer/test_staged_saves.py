@@ -4,15 +4,14 @@ becomes of them when somebody dies or leaves at any place."""
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
+from tests.trainer.kills import END, assert_same_training, killed, part_writers
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
-from tests.trainer.test_kills import END, assert_same_training, killed
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -172,17 +171,6 @@ def test_all_die_in_a_save_and_the_next_members_begin_where_no_point_was_made(tm
     assert_same_training(launch, unbroken)
 
 
-def writers(pid: int) -> list[int]:
-    """The processes beside a member that write parts."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
-            for child in (task / "children").read_text().split():
-                if b"orchestrator.checkpoint.writer.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
-
-
 @pytest.mark.chaos
 def test_a_large_part_is_written_by_a_process_that_ends_with_the_member(tmp_path):
     shape = {"hidden_size": 256, "intermediate_size": 1024}
@@ -191,7 +179,7 @@ def test_a_large_part_is_written_by_a_process_that_ends_with_the_member(tmp_path
     with members(tmp_path, ["a"], {"a": Plan(hold=("save_part_written", 2))}, job=job) as group:
         launch = group.launch
         launch.wait_for(lambda: launch.held("a") is not None)
-        (writer,) = writers(group.processes["a"].pid)
+        (writer,) = part_writers(group.processes["a"].pid)
         launch.release("a")
         group.finish()
     assert saved(launch) == [(1, 2), (1, 3)]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import StorageError
-from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, flat_part
 from orchestrator.trainer.loading.state_tensors import tensor_bytes
 from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import CPU, DEVICES
 from tests.raising import raises
+from tests.trainer.staged import content, placed
 
 LIMIT_S = 60.0
 
@@ -47,28 +47,6 @@ def waiting(event: threading.Event) -> Callable[[], None]:
         assert event.wait(LIMIT_S)
 
     return wait
-
-
-def placed(tensors: list[Tensor]) -> list[tuple[Place, Tensor]]:
-    """Where one rank alone stages them."""
-    whole = [
-        StateTensor(
-            group="model",
-            name=str(number),
-            shape=tuple(tensor.shape),
-            itemsize=tensor.element_size(),
-            sharded=tensor.ndim > 0,
-        )
-        for number, tensor in enumerate(tensors)
-    ]
-    part = flat_part(whole, Layout(num_shards=1, num_replicas=1), 0)
-    return list(zip(part.places, tensors, strict=True))
-
-
-def content(buffer: StagingBuffer, copies: list[tuple[Place, Tensor]]) -> list[bytes]:
-    """What another process finds at the places."""
-    data = Path(buffer.path).read_bytes()
-    return [data[place.offset : place.offset + place.num_bytes] for place, _ in copies]
 
 
 def stage(buffer: StagingBuffer, tensors: list[Tensor]) -> None:

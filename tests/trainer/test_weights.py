@@ -21,22 +21,10 @@ from orchestrator.trainer.loading.state_tensors import digest_of, load
 from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import raises
 from tests.trainer.member import tiny_job
-from tests.trainer.saved_states import commit_state, write_share
+from tests.trainer.saved_states import CPU, commit_state, new_state, write_share
 
 KEY = StateKey(attempt=1, generation=1, step=1)
 POINT = KEY.point_name
-CPU = torch.device("cpu")
-
-
-def new_state(steps: int = 0) -> TrainState:
-    job = tiny_job()
-    state = TrainState(job.model, job.train, CPU, invariant=True)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for parameter in state.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        state.apply(0.01, num_targets=1)
-    return state
 
 
 def save(state: TrainState, folder: Path, world_size: int, key: StateKey = KEY) -> str:

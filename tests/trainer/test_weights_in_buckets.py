@@ -31,7 +31,7 @@ from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, st
 from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises
 from tests.storage.servers import Proxy, moto, new_bucket, no_fault, proxy_before, reach
-from tests.trainer.test_initial_weights import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
+from tests.trainer.weight_folders import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
 
 SINGLE = "model.safetensors"
 

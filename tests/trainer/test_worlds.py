@@ -14,21 +14,13 @@ from orchestrator.inspect.run_control import Asking
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import LEFT
 from tests.trainer.feed import FormulaFeed
-from tests.trainer.launch import Launch
+from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
 pytestmark = pytest.mark.xdist_group("forked")
 
 SHARDS = {"train__parallel": "shard", "train__numerics": "fast"}
 SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole samples and one of 5 tokens
-
-
-def trained(launch: Launch) -> list[tuple]:
-    """What the journal says of the training itself; not the times."""
-    records = sorted(launch.records.values(), key=lambda r: r.step)
-    return [
-        (r.step, r.loss, r.grad_norm, r.lr, r.digest, r.consumed_samples, r.target_tokens) for r in records
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +35,7 @@ def test_the_final_state_is_the_same_to_the_last_bit_on_any_number_of_members(tm
     assert launch.last_point().key == StateKey(attempt=1, generation=1, step=8)
     assert launch.last_point().state_digest == alone.last_point().state_digest
     assert launch.last_point().cursor == alone.last_point().cursor
-    assert trained(launch) == trained(alone)
+    assert trained_steps(launch) == trained_steps(alone)
     assert {outcome.reason for outcome in launch.outcomes.values()} == {"done"}
 
 
@@ -54,7 +46,7 @@ def test_what_two_members_saved_is_continued_by_one_and_by_three(tmp_path, alone
         later = run_to_end(tmp_path, world_size, attempt=attempt, point=point)
         assert later.last_point().key == StateKey(attempt=attempt, generation=1, step=8)
         assert later.last_point().state_digest == alone.last_point().state_digest
-        assert trained(half) + trained(later) == trained(alone)
+        assert trained_steps(half) + trained_steps(later) == trained_steps(alone)
 
 
 @pytest.mark.chaos
@@ -100,15 +92,16 @@ def test_the_end_of_the_data_is_a_smaller_step_in_which_some_members_have_no_sam
         assert [r.consumed_samples for r in launch.records.values()] == [12, 24, 28]
         assert launch.last_point().cursor.target_tokens == SHORT_TAIL
     if numerics == "invariant":
-        assert trained(ends[0]) == trained(ends[1])
-    assert [r[1] for r in trained(ends[0])] == pytest.approx([r[1] for r in trained(ends[1])], rel=1e-5)
+        assert trained_steps(ends[0]) == trained_steps(ends[1])
+    losses = [[step[1] for step in trained_steps(end)] for end in ends]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_fast_numerics_train_nearly_the_same(tmp_path, alone):
     fast = run_to_end(tmp_path, 2, job=tiny_job(train__numerics="fast"))
     for column in (1, 2):  # loss, norm of the gradient
-        expected = [row[column] for row in trained(alone)]
-        assert [row[column] for row in trained(fast)] == pytest.approx(expected, rel=1e-3)
+        expected = [row[column] for row in trained_steps(alone)]
+        assert [row[column] for row in trained_steps(fast)] == pytest.approx(expected, rel=1e-3)
     assert fast.last_point().state_digest != alone.last_point().state_digest
 
 

@@ -22,7 +22,8 @@ from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.files.samples import part_of, saved
-from tests.checkpoint.samples import CONFIG, cursor
+from tests.checkpoint.samples import CONFIG, cursor, key
+from tests.planning.identities import IDENTITY
 
 
 @dataclass
@@ -131,3 +132,15 @@ class Given:
         if self.node in self.disks.down:
             raise UnreachableNodeError(f"{self.node} is down")
         return self.act()
+
+
+RANKS = ("a", "a", "b", "c")  # on which node each runs
+
+
+def committed_point(disks: Disks, step: int = 4, ranks: tuple[str, ...] = RANKS) -> str:
+    """The name of a point that the ranks made; no path in its COMMIT leads anywhere any more."""
+    store = disks.store(ranks[0])
+    run = store.read_run() or store.create_run("tiny", IDENTITY)
+    name = disks.commit(key(step), ranks, run.id)
+    disks.mount_elsewhere()
+    return name

@@ -11,8 +11,9 @@ import numpy as np
 
 from orchestrator.checkpoint.files.manifest import Manifest, Name, manifest_of, parts_document
 from orchestrator.checkpoint.files.part_file import PartFile, PartRows, make_part, write_part
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
 from orchestrator.checkpoint.writer.part_job import JobPart, PartJob
-from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, written_rows
+from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, held_rows, written_rows
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 
@@ -105,3 +106,16 @@ def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int 
     entries = [write_part(storage, point, part) for part in parts]
     document = json.loads(json.dumps(parts_document(layout, saved().values())))
     return manifest_of(point, entries, document)
+
+
+def read_rank(
+    storage: Storage, manifest: Manifest, layout: Layout, rank: int, target: type[BytesTarget] = BytesTarget
+) -> dict[Name, tuple[range, bytearray]]:
+    """What a rank of a group of another layout holds after it has read the point."""
+    held, wanted = {}, {}
+    for whole in STATE:
+        name, rows = (whole.group, whole.name), held_rows(whole, layout.num_shards, layout.shard_of(rank))
+        memory = bytearray(b"\xee" * (len(rows) * whole.row_bytes))
+        held[name], wanted[name] = (rows, memory), Wanted(rows=rows, target=target(memory))
+    PointReader(storage, manifest).read(wanted)
+    return held

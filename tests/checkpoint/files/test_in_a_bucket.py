@@ -14,8 +14,7 @@ from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
-from tests.checkpoint.files.samples import POINT, STATE, bytes_of, job_of, saved
-from tests.checkpoint.files.test_reading import read_rank
+from tests.checkpoint.files.samples import POINT, STATE, bytes_of, job_of, read_rank, saved
 from tests.raising import raises
 from tests.storage.servers import moto, new_bucket, reach
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.files import part_file, pieces
-from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage
+from orchestrator.checkpoint.files.manifest import Manifest, PartDamage
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of, written_rows
 from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.storage.files import Storage
-from tests.checkpoint.files.samples import DTYPES, STATE, bytes_of, write_point
+from tests.checkpoint.files.samples import DTYPES, STATE, bytes_of, read_rank, write_point
 
 LAYOUTS = sorted(
     {layout_of(world, shards) for world in range(1, 9) for shards in (1, None, 2, 3, 4)},
@@ -38,19 +38,6 @@ class Elsewhere(BytesTarget):
 
     def view(self, start: int, num_bytes: int) -> None:
         return None
-
-
-def read_rank(
-    storage: Storage, manifest: Manifest, layout: Layout, rank: int, target: type[BytesTarget] = BytesTarget
-) -> dict[Name, tuple[range, bytearray]]:
-    """What a rank of a group of another layout holds after it has read the point."""
-    held, wanted = {}, {}
-    for whole in STATE:
-        name, rows = (whole.group, whole.name), held_rows(whole, layout.num_shards, layout.shard_of(rank))
-        memory = bytearray(b"\xee" * (len(rows) * whole.row_bytes))
-        held[name], wanted[name] = (rows, memory), Wanted(rows=rows, target=target(memory))
-    PointReader(storage, manifest).read(wanted)
-    return held
 
 
 def sums_of(storage: Storage, manifest: Manifest, layout: Layout) -> dict[str, str]:

@@ -23,8 +23,8 @@ from orchestrator.inspect.dashboard.action_table import ACTIONS
 from orchestrator.inspect.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, Tell, is_stale, plan
 from orchestrator.inspect.run import Run
 from orchestrator.storage.files import Storage
-from tests.history.test_claim_files import IDENTITY
 from tests.inspect.dashboard.serving import Served, confirmed, served, settled
+from tests.planning.identities import IDENTITY
 
 SECRET = b"of this server"
 POINT = "00000100-a0001-g0001"

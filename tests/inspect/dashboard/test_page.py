@@ -24,8 +24,8 @@ from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.inspect.dashboard.browser import Watched, chromium, serving
 from tests.inspect.dashboard.serving import SCRIPT, client, confirmed, make_hostile
-from tests.inspect.test_audit import TrainedRun
-from tests.launch.test_skip import SkippingRun, survey_newest
+from tests.inspect.trained_run import TrainedRun
+from tests.launch.skipping_run import SkippingRun, survey_newest
 from tests.system.harness import LIMIT_S, Job
 from tests.torchrun.ranks import ranks
 

@@ -19,8 +19,8 @@ from orchestrator.inspect.views.run_views import PIECES_S, RunViews
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
+from tests.inspect.live_readers import Beside, WrongError
 from tests.inspect.live_run import READS, ROOT, Paused
-from tests.inspect.test_live_search import Beside, WrongError
 
 SEEDS = (*range(7), 103)
 LOOKS = 8  # in each history

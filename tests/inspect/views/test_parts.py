@@ -49,7 +49,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.text import count, span
 from tests.checkpoint.samples import key, record, start
 from tests.inspect.live_run import LiveRun, reader
-from tests.inspect.test_status import JOIN
+from tests.inspect.watched_attempt import JOIN
 from tests.storage.crashfs import ModelDisk
 from tests.traced import traced
 

@@ -1,4 +1,4 @@
-"""The documents of which no block needs a Ray cluster, run as tests/test_docs_run.py runs the others."""
+"""The documents of which no block needs a Ray cluster, run as those in test_docs_run.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs_run import ALONE, NAMES, blocks, folder, programs, sample, started
+from tests.documents.blocks import ALONE, NAMES, blocks, started
 
 pytestmark = pytest.mark.system
-__all__ = ["folder", "programs", "sample"]  # fixtures
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -19,7 +18,7 @@ def test_every_block_of_a_document_does_what_it_says(
 ) -> None:
     with started(warm, programs, folder) as start:
         for block in blocks(NAMES[name]):
-            assert block.once is None, "a block that waits for another one belongs to tests/test_docs_run.py"
+            assert block.once is None, "a block that waits for another one belongs to test_docs_run.py"
             assert not block.own_terminal
             if block.reason is None:
                 start(block).end()
