@@ -248,7 +248,7 @@ def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
         "import sys, orchestrator.cli.commands as c, orchestrator.inspect.run\n"
         "try: c.main(['points', sys.argv[1]])\n"
         "except SystemExit: pass\n"
-        "slow = 'ray torch transformers pyarrow numpy tenacity asyncio fastapi orchestrator.config.schema'\n"
+        "slow = 'ray torch transformers pyarrow numpy asyncio fastapi orchestrator.config.schema'\n"
         "print([m for m in slow.split() if m in sys.modules])"
     )
     example = Path(__file__).with_name("examples") / "format2" / "example"

@@ -83,7 +83,7 @@ _KEYS = {
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _SHOWN = 300
 _SAID = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
-_READING = "list and read"
+READING = "list and read"  # the rights of a program that reads; see `explained`
 _NO_CREDENTIALS = (
     "169.254.",
     "/latest/api/token",
@@ -356,7 +356,7 @@ class NoBucketError(FileNotFoundError):
 
 
 @contextmanager
-def explained(uri: str, rights: str = _READING) -> Iterator[None]:
+def explained(uri: str, rights: str = READING) -> Iterator[None]:
     """Converts the library's errors about `uri` to the `OSError` that a local file would raise.
 
     That is `FileNotFoundError`, `PermissionError`, or another one. Its text has the problem and a remedy, and
@@ -412,5 +412,5 @@ def _how_to_sign(bucket: str, rights: str) -> str:
     if scheme in GCS:
         names = "GOOGLE_APPLICATION_CREDENTIALS"
     kind = "AWS" if scheme in S3 else "GOOGLE" if scheme in GCS else "AZURE"
-    public = f"; for a public bucket {kind}_SKIP_SIGNATURE=true" if rights == _READING else ""
+    public = f"; for a public bucket {kind}_SKIP_SIGNATURE=true" if rights == READING else ""
     return f"set {names} on every machine{public}"

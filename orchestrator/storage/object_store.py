@@ -1,6 +1,6 @@
 """A prefix of a bucket as a `Store`: objects of S3, Google Cloud Storage or Azure.
 
-It implements requests, and handles the effects of lost answers.
+It repeats requests, and handles the effects of lost answers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from orchestrator.errors import ConfigError, NoConditionalCreateError, StorageError
+from orchestrator.storage.bucket_requests import AT_A_TIME, BucketRequests, facts_in
 from orchestrator.storage.buckets import (
     CONTENT,
     DOCUMENT,
     Limits,
     NoBucketError,
-    bucket_of,
-    explained,
     may_create_twice,
     no_bucket,
     no_conditional_create,
@@ -42,7 +41,6 @@ _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
 _READ_BYTES = 32 << 20  # per request: a longer request could exceed the time limit on every try
 _READS_AT_A_TIME = 8  # of one reader: an answer takes tens of milliseconds to begin
-_AT_A_TIME = 1000  # the maximum number of objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
 _NO_BULK = ("status code: 501", "status code: 405")
 _NO_CONDITIONS = "status code: 501"
@@ -152,7 +150,8 @@ class ObjectStore(Store):
         with self._found("read", path):
             while done < len(into):
                 part = into[done : done + _READ_BYTES]
-                found = self._tried(partial(self._read, path, start + done, part), len(part))
+                read = self._requests(len(part)).read
+                found = self._tried(partial(read, self._key(path), start + done, part), len(part))
                 done += found
                 if found < len(part):
                     break
@@ -162,7 +161,7 @@ class ObjectStore(Store):
     def facts(self, path: str) -> ObjectFacts:
         """One request."""
         with self._found("look at", path):
-            return _facts(self._ask(path, lambda library, bucket: library.head(bucket, self._key(path))))
+            return self._tried(lambda: self._requests().facts(self._key(path)))
 
     @override
     def list(self, folder: str) -> list[Listed]:
@@ -174,7 +173,7 @@ class ObjectStore(Store):
             )
         here = len(prefix) + 1 if prefix else 0
         listed = {name[here:].rstrip("/"): None for name in found["common_prefixes"]}
-        listed |= {meta["path"][here:]: _facts(meta) for meta in found["objects"]}
+        listed |= {meta["path"][here:]: facts_in(meta) for meta in found["objects"]}
         # a console that makes a folder creates an object with an empty name in it
         for hidden in ("", _HIDDEN):
             listed.pop(hidden, None)
@@ -193,7 +192,7 @@ class ObjectStore(Store):
     @override
     def delete_folder(self, folder: str) -> None:
         with self._told("delete folder", folder):
-            found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
+            found = self._tried(lambda: [key for key, _ in self._requests().below(self._key(folder))])
         # an object of that name is deleted, too
         self._delete([*found, *([self._key(folder)] if folder else [])])
 
@@ -217,12 +216,10 @@ class ObjectStore(Store):
     def _ask_once(
         self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0, in_bulk: bool = True
     ) -> Result:
-        # raises if the library is not installed
-        bucket = bucket_of(self._bucket_uri, self._limits_for(num_bytes), in_bulk)
-        import obstore
+        return self._requests(num_bytes).ask(self._key(path), request, in_bulk)
 
-        with explained(self._uri(path), _RIGHTS):
-            return request(obstore, bucket)
+    def _requests(self, num_bytes: int = 0) -> BucketRequests:
+        return BucketRequests(uri=self._bucket_uri, rights=_RIGHTS, limits=self._limits_for(num_bytes))
 
     @contextmanager
     def _told(self, what: str, path: str) -> Iterator[None]:
@@ -356,38 +353,10 @@ class ObjectStore(Store):
             return None
         return str(found.attributes.get(TOKEN, ""))
 
-    def _read(self, path: str, start: int, into: memoryview) -> int:
-        at = 0
-
-        def request(library: Any, bucket: Any) -> int:
-            nonlocal at
-            answer = library.get(bucket, self._key(path), options={"range": (start, start + len(into))})
-            for piece in answer.stream():
-                into[at : at + len(piece)] = memoryview(piece)
-                at += len(piece)
-            size: int = answer.meta["size"]
-            return min(len(into), size - start)
-
-        try:
-            expected = self._ask_once(path, request, len(into))
-        except OSError as error:
-            # a range that begins at the end, or after it, is an error, with a different message on each
-            # server
-            if error.errno == errno.EIO and at == 0 and self.facts(path).size <= start:
-                return 0
-            raise
-        if at != expected:
-            raise OSError(errno.EIO, f"{at} of {expected} bytes from {start} on arrived", self._uri(path))
-        return at
-
-    def _below(self, library: Any, bucket: Any, folder: str) -> tuple[str, ...]:
-        found = library.list(bucket, prefix=folder or None, chunk_size=_AT_A_TIME)
-        return tuple(meta["path"] for metas in found for meta in metas)
-
     def _delete(self, keys: Sequence[str]) -> None:
         with self._told("delete in", ""):
-            for begin in range(0, len(keys), _AT_A_TIME):
-                self._delete_some([*keys[begin : begin + _AT_A_TIME]])
+            for begin in range(0, len(keys), AT_A_TIME):
+                self._delete_some([*keys[begin : begin + AT_A_TIME]])
 
     def _delete_some(self, keys: Sequence[str]) -> None:
         try:
@@ -430,8 +399,3 @@ class _Noting(Iterator[memoryview]):
         except Exception as error:
             self.failure = error
             raise
-
-
-def _facts(meta: Any) -> ObjectFacts:
-    # Azure's list returns it without the quotes of its other answers
-    return ObjectFacts(size=meta["size"], tag=(meta["e_tag"] or "").strip('"'))

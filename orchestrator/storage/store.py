@@ -7,7 +7,7 @@ the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
@@ -42,12 +42,16 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFacts:
-    """The metadata of an object: `size` in bytes, and a `tag` that changes whenever the content does (empty
-    if the store has none).
+    """The metadata of an object.
+
+    `size` is in bytes. `tag` changes whenever the content does (empty if the store has none). `mtime_ns` is
+    the modification time since 1970 (0 if the store does not report it). Objects are compared without it: a
+    list may have it more exactly than a request for one object.
     """
 
     size: int
     tag: str
+    mtime_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
-"""The retries of a store's operation, and the errors that are worth a retry.
+"""Retries of reading and writing files and objects, and the errors that are worth a retry.
 
-A store converts its errors to the `OSError` that a disk would raise.
+Everything that reaches storage converts its errors to the `OSError` that a disk would raise. `tried` repeats
+what failed for a temporary reason.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from orchestrator.records.backoff import Backoff
 
 Result = TypeVar("Result")
 
@@ -41,7 +44,7 @@ _CODES = {
 }
 
 TRIES = 4
-FIRST_WAIT_S = 0.2  # before the second try; each later wait is twice as long
+BACKOFF = Backoff(first_s=0.2, most_s=2.0)  # of what a run stores
 # A retry cannot help: the answer depends on the name or the rights, not on the time.
 _LASTING = frozenset(
     {
@@ -73,26 +76,33 @@ def problem_code(error: OSError) -> str:
     return _CODES.get(error.errno or 0, FAILED)
 
 
-def tried(action: Callable[[], Result], sleep: Callable[[float], None], again_s: float = math.inf) -> Result:
-    """Runs `action`, again while it fails for a temporary reason, until `again_s` seconds after its first
-    start.
+def is_temporary(error: OSError) -> bool:
+    """Whether an operation on a run's storage that failed with `error` may succeed later."""
+    return error.errno not in _LASTING
 
-    Raises its last `OSError`.
+
+def is_server_failure(error: OSError) -> bool:
+    """Whether a server did not carry out a request, but may carry out the next one."""
+    return error.errno == errno.EIO
+
+
+def tried(
+    action: Callable[[], Result],
+    sleep: Callable[[float], None],
+    again_s: float = math.inf,
+    backoff: Backoff = BACKOFF,
+    repeat: Callable[[OSError], bool] = is_temporary,
+) -> Result:
+    """Runs `action`, up to `TRIES` times while `repeat` is true of its error.
+
+    No try begins later than `again_s` seconds after the first one. Raises the last `OSError`.
     """
     began = time.monotonic()
-    try:
-        return action()  # the common case; tenacity costs more than most calls
-    except OSError as error:
-        if error.errno in _LASTING or time.monotonic() - began > again_s:
-            raise
-    import tenacity
-
-    sleep(FIRST_WAIT_S)
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
-        stop=lambda state: state.attempt_number >= TRIES - 1 or time.monotonic() - began > again_s,
-        wait=tenacity.wait_exponential(multiplier=2 * FIRST_WAIT_S, max=2.0),
-        sleep=sleep,
-        reraise=True,
-    )
-    return retrying(action)
+    for num_failures in range(TRIES - 1):
+        try:
+            return action()
+        except OSError as error:
+            if not repeat(error) or time.monotonic() - began > again_s:
+                raise
+        sleep(backoff.nth(num_failures))
+    return action()

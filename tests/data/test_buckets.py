@@ -42,7 +42,7 @@ from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.raising import raises
 from tests.storage.azurite import azurite, connection_string, make_container
-from tests.storage.servers import bucket_name, moto
+from tests.storage.servers import Fault, bucket_name, moto, proxy_before
 
 Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
@@ -166,6 +166,28 @@ def test_an_object_is_read_by_ranges_and_as_a_stream(bucket: str) -> None:
         put(bucket, "d/x.gz", data[::-1])
         with pytest.raises(OSError, match="the object was replaced while it was read"):
             file.read_at(0, 10)
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset", "500"])
+def test_a_read_that_fails_is_repeated_and_one_of_a_replaced_object_is_not(
+    s3: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    with proxy_before(s3) as proxy:
+        reach_s3(monkeypatch, proxy.url)
+        ask("PUT", f"{s3}/repeated", {})
+        data = os.urandom(300_000)
+        put("s3://repeated", "x", data)
+        with open_input("s3://repeated", "x") as file:
+            proxy.one_in(fault, "GET")
+            assert file.read_at(7, 200_000) == data[7:200_007]
+            proxy.one_in(fault, "GET")
+            assert file.stream().read() == data
+            assert len(proxy.asked) > 1
+            put("s3://repeated", "x", data[::-1])
+            proxy.asked.clear()
+            with pytest.raises(OSError, match="the object was replaced while it was read"):
+                file.stream().read()
+            assert len(proxy.asked) == 1
 
 
 def test_a_list_of_objects_is_frozen_by_etags_and_shows_every_change(bucket: str, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.start import attempt_claim, preview
-from orchestrator.storage.at_once import ASKED_AT_A_TIME, at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import ASKED_AT_A_TIME, at_once
 from tests.checkpoint.samples import key, record, start, write_vote
 from tests.launch.runner import Runner, newest_attempt
 from tests.raising import raises

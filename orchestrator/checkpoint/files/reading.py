@@ -15,8 +15,8 @@ from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage
 from orchestrator.checkpoint.files.part_file import Extent, parse_header, part_path, read_header
 from orchestrator.checkpoint.files.pieces import Piece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.state.weights_sum import MODULUS
-from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import at_once
 
 Result = TypeVar("Result")
 

@@ -27,7 +27,7 @@ from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry, Vote, damaged_point
 from orchestrator.records.steps import StateKey
-from orchestrator.storage.at_once import at_once
+from orchestrator.storage.parallel import at_once
 from orchestrator.storage.sealed import seal
 
 

@@ -33,8 +33,8 @@ from orchestrator.json_form import decode
 from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry
-from orchestrator.storage.at_once import at_once, hashed_at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import at_once, hashed_at_once
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
 Kind = TypeVar("Kind")

@@ -29,8 +29,8 @@ from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, Gener
 from orchestrator.history.claims.liveness import Busy, Free, Heartbeat, Look, Watch, heartbeat_of, judge
 from orchestrator.history.claims.segments import journal_folder
 from orchestrator.json_form import decode, encode
-from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import at_once
 from orchestrator.storage.sealed import LaterSealError, SealError, seal, unseal
 from orchestrator.storage.store import Listed
 

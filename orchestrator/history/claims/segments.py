@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import StorageError
-from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import at_once
 
 FOLDER = "journal"
 _ATTEMPT = re.compile(r"a(\d{4,})")

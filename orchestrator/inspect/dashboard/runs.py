@@ -32,9 +32,9 @@ from orchestrator.inspect.views.facts.files import UnreadableError
 from orchestrator.inspect.views.lineage_graph import Fork
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.inspect.views.summary import row, sentence
-from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, split
+from orchestrator.storage.parallel import at_once
 from orchestrator.storage.tries import problem_code
 
 ROW_BYTES = 1 << 20  # of a journal: some thousand steps

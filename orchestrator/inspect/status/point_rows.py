@@ -28,7 +28,7 @@ from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.records.points import DamagedPointError
-from orchestrator.storage.at_once import at_once
+from orchestrator.storage.parallel import at_once
 
 HEALTHY, DAMAGED, ORPHAN = "healthy", "damaged", "orphan"
 SIZES, DIGESTS = "sizes", "digests"  # what was compared

@@ -22,7 +22,7 @@ from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeE
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
 from orchestrator.history.request_files import asker
 from orchestrator.records.points import Damage
-from orchestrator.storage.at_once import answers_at_once, asked_at_a_time, at_once
+from orchestrator.storage.parallel import answers_at_once, asked_at_a_time, at_once
 
 HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
 NOTE_EVERY_S = 30.0  # interval at which results are noted meanwhile

@@ -19,7 +19,7 @@ from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.sentences import count
 from orchestrator.records.points import Damage
 from orchestrator.records.steps import StepRecord
-from orchestrator.storage.at_once import at_once
+from orchestrator.storage.parallel import at_once
 
 LATEST = "latest"
 

@@ -29,7 +29,7 @@ from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import BatchSlice, StepRange, StepRecord
-from orchestrator.storage.at_once import at_once
+from orchestrator.storage.parallel import at_once
 
 if TYPE_CHECKING:
     import torch

@@ -1,8 +1,7 @@
-"""The common interface for opening a file of a source, on any storage.
+"""Opens a file of a source for reading: a local file, an object of a remote store, or records of code.
 
-`in_threads` makes many small queries in parallel, because each takes long on a remote storage. `RangedReads`
-is a file for pyarrow of which the parts to be read are known in advance: each is requested in few large
-requests, and nothing else.
+`RangedReads` is a file for pyarrow of which the parts to be read are known in advance. It requests each part
+in few large requests, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,24 +9,17 @@ from __future__ import annotations
 import errno
 import io
 import os
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
-
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
+from typing import Any, Protocol, Self
 
 from orchestrator.data.sources.access.code_records import BASE, CodeRecords
 from orchestrator.data.sources.access.records_in_memory import join
-from orchestrator.data.sources.access.remote_stores import is_remote, passes, store_of
+from orchestrator.data.sources.access.remote_stores import is_remote, remote_store, repeated
 
 _BUFFER_BYTES = 1 << 20
 _REMOTE_BUFFER_BYTES = 4 << 20
-# A read whose answer is interrupted or too short is tried this often, with waits of at most this many
-# seconds.
-_TRIES, _WAIT_S = 4, 5
 
 
 class InputFile(Protocol):
@@ -112,7 +104,10 @@ class LocalFile:
 
     def stream(self) -> io.BufferedIOBase:
         """See `InputFile`. Valid while the file is open."""
-        return io.BufferedReader(_Local(self._file.fileno(), self.size), _BUFFER_BYTES)
+        return io.BufferedReader(_Stream(self.size, self._read_into), _BUFFER_BYTES)
+
+    def _read_into(self, offset: int, into: memoryview) -> int:
+        return os.preadv(self._file.fileno(), [into], offset)
 
     def __enter__(self) -> Self:
         return self
@@ -126,29 +121,42 @@ class LocalFile:
         self._file.close()
 
 
-class _Local(io.RawIOBase):
-    """An open local file, read from its own position."""
+class _Seekable(io.RawIOBase):
+    """A file of `size` bytes that is read from its own position."""
 
-    def __init__(self, handle: int, size: int) -> None:
-        self._handle, self._size, self._at = handle, size, 0
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        num = os.preadv(self._handle, [buffer], self._at)
-        self._at += num
-        return num
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
     def tell(self) -> int:
+        """See `io.RawIOBase`."""
         return self._at
+
+
+class _Stream(_Seekable):
+    """`read_into` fills a buffer with the file's bytes from an offset, fewer only at its end."""
+
+    def __init__(self, size: int, read_into: Callable[[int, memoryview], int]) -> None:
+        super().__init__(size)
+        self._read_into = read_into
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        num = self._read_into(self._at, memoryview(buffer).cast("B"))
+        self._at += num
+        return num
 
 
 class RemoteFile:
@@ -159,34 +167,36 @@ class RemoteFile:
 
     def __init__(self, uri: str) -> None:
         """Raises `FileNotFoundError`, or another `OSError` with an explanation. One request."""
-        self.name, self._store = uri, store_of(uri)
-        found = self._store.head(uri)
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", uri)
-        self.size, self.mtime_ns, self.etag = found.size, found.mtime_ns, found.etag
+        self.name = uri
+        self._store, self._key = remote_store(uri)
+        facts = self._store.facts(self._key)
+        self.size, self.mtime_ns, self.etag = facts.size, facts.mtime_ns, facts.tag
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """See `InputFile`. One request, with retries if its answer is interrupted."""
-        end = min(offset + num_bytes, self.size)
-        return self._range(offset, end) if offset < end else b""
-
-    @retry(
-        retry=retry_if_exception(passes),
-        stop=stop_after_attempt(_TRIES),
-        wait=wait_exponential(max=_WAIT_S),
-        reraise=True,
-    )
-    def _range(self, start: int, end: int) -> bytes:
-        data = self._store.read(self.name, start, end, self.etag)
-        if len(data) != end - start:
-            raise OSError(
-                errno.EIO, f"bytes [{start}, {end}) were asked for, and {len(data)} came", self.name
-            )
-        return data
+        data = bytearray(max(0, min(offset + num_bytes, self.size) - offset))
+        self._read_into(offset, memoryview(data))
+        return bytes(data)
 
     def stream(self) -> io.BufferedIOBase:
         """See `InputFile`. Reads 4 MiB at a time."""
-        return io.BufferedReader(_Remote(self), _REMOTE_BUFFER_BYTES)
+        return io.BufferedReader(_Stream(self.size, self._read_into), _REMOTE_BUFFER_BYTES)
+
+    def _read_into(self, offset: int, into: memoryview) -> int:
+        part = into[: max(0, self.size - offset)]
+
+        def request() -> None:
+            num = self._store.read(self._key, offset, part, self.etag)
+            if num != len(part):
+                raise OSError(
+                    errno.EIO,
+                    f"bytes [{offset}, {offset + len(part)}) were asked for, and {num} came",
+                    self.name,
+                )
+
+        if part:
+            repeated(request)
+        return len(part)
 
     def __enter__(self) -> Self:
         return self
@@ -200,87 +210,17 @@ class RemoteFile:
         return None
 
 
-class _Remote(io.RawIOBase):
-    """An object, read from its own position."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._at = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read_at(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-# ----------------------------------------------------------------------------------------------- many queries
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-# A single item is too small for a task.
-_STRETCH = 64
-# How much later than a quick storage it may answer.
-_PATIENCE_S = 0.05
-
-
-def in_threads(
-    look: Callable[[Item], Result], items: Sequence[Item], num_threads: int = 8, quick_s: float = 0.0
-) -> list[Result]:
-    """The results of `look` for each item, in order.
-
-    As long as an item takes no more than `quick_s`, `look` runs in this thread, because threads would only
-    wait for each other. Raises what `look` raises.
-    """
-    parts = stretches_in_threads(lambda stretch: [*map(look, stretch)], items, num_threads, quick_s)
-    return [found for part in parts for found in part]
-
-
-def stretches_in_threads(
-    look: Callable[[Sequence[Item]], Result],
-    items: Sequence[Item],
-    num_threads: int = 8,
-    quick_s: float = 0.0,
-) -> list[Result]:
-    """The same with `look` called for a batch of items at a time. Returns the result of each batch, in
-    order.
-    """
-    stretches = (items[start : start + _STRETCH] for start in range(0, len(items), _STRETCH))
-    found, num_looked_at = list[Result](), 0
-    if quick_s:
-        began = time.perf_counter()
-        for stretch in stretches:
-            found.append(look(stretch))
-            num_looked_at += len(stretch)
-            if time.perf_counter() - began > quick_s * num_looked_at + _PATIENCE_S:
-                break
-    with ThreadPoolExecutor(num_threads) as pool:
-        found += pool.map(look, stretches)
-    return found
-
-
 # -------------------------------------------------------------------------------------------- announced parts
 # The bytes of a part that are requested, and held, at a time.
 PIECE_BYTES = 4 << 20
 
 
-class RangedReads(io.RawIOBase):
+class RangedReads(_Seekable):
     """The file as a seekable stream. Not thread-safe."""
 
     def __init__(self, file: InputFile) -> None:
-        self._file, self._at = file, 0
+        super().__init__(file.size)
+        self._file = file
         self._starts, self._stops = list[int](), list[int]()
         self._held: dict[int, tuple[int, bytes]] = {}  # by part, its last piece: place and bytes
 
@@ -290,24 +230,16 @@ class RangedReads(io.RawIOBase):
         self._starts, self._stops = [start for start, _ in ordered], [stop for _, stop in ordered]
         self._held = {}
 
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
     def read(self, size: int = -1) -> bytes:
         """`size` bytes, fewer only at the file's end."""
-        stop = self._file.size if size < 0 else self._at + size
+        stop = self._size if size < 0 else self._at + size
         found = self.read_at(self._at, stop - self._at)
         self._at += len(found)
         return found
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """See `InputFile`. Does not move the stream's position."""
-        at, stop = offset, min(offset + num_bytes, self._file.size)
+        at, stop = offset, min(offset + num_bytes, self._size)
         found = list[bytes]()
         while at < stop:
             found.append(self._piece(at, stop - at))
@@ -318,19 +250,10 @@ class RangedReads(io.RawIOBase):
         """Up to `num_bytes` bytes from `at`."""
         number = bisect_right(self._starts, at) - 1
         if number < 0 or at >= self._stops[number]:
-            ahead = self._starts[number + 1] if number + 1 < len(self._starts) else self._file.size
+            ahead = self._starts[number + 1] if number + 1 < len(self._starts) else self._size
             return self._file.read_at(at, min(num_bytes, ahead - at))
         begin, held = self._held.get(number, (at, b""))
         if not begin <= at < begin + len(held):
             begin, held = at, self._file.read_at(at, min(self._stops[number] - at, PIECE_BYTES))
             self._held[number] = begin, held
         return held[at - begin : at - begin + num_bytes]
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """See `io.RawIOBase`."""
-        return self._at

@@ -11,17 +11,19 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.sources.access.input_file import stretches_in_threads
-from orchestrator.data.sources.access.remote_stores import RemoteObject, split_uri, store_of
+from orchestrator.data.sources.access.remote_stores import RemoteStore, remote_store
 from orchestrator.records.arrays import Int64Array
+from orchestrator.storage.parallel import batches_in_threads
+from orchestrator.storage.store import ObjectFacts
 
 RealFile = tuple[int | str, ...]
 Parts = tuple[str, ...]
@@ -172,7 +174,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 # -------------------------------------------------------------------------------------------- remote storages
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteMatches:
-    """The matches of a URI: `objects` below `base`.
+    """The matches of a URI: `objects` below `base`, by their names there.
 
     `looked_for` is the pattern, for messages. `is_folder`: all objects below are meant. `passed_over` are the
     names that do not match the format's.
@@ -180,7 +182,7 @@ class RemoteMatches:
 
     base: str
     looked_for: str
-    objects: tuple[RemoteObject, ...]
+    objects: Mapping[str, ObjectFacts]
     is_folder: bool = False
     passed_over: tuple[str, ...] = ()
 
@@ -192,20 +194,32 @@ def remote_matches(uri: str) -> RemoteMatches:
     hidden. One request for 1,000 objects below the part without a wildcard. Raises `OSError` with an
     explanation, `FileNotFoundError` if there is no such bucket.
     """
-    bucket, key = split_uri(uri)
-    store = store_of(uri)
-    whole = store.head(uri) if key else None
-    if whole is not None:
-        base, _, name = f"{bucket}/{key}".rpartition("/")
-        return RemoteMatches(base=base, looked_for="that object", objects=(replace(whole, name=name),))
-    folder, pattern = split_glob(f"{bucket}/{key}", "/")
+    store, key = remote_store(uri)
+    full = f"{store.uri}/{key}"
+    if key:
+        with suppress(FileNotFoundError):
+            base, _, name = full.rpartition("/")
+            return RemoteMatches(base=base, looked_for="that object", objects={name: store.facts(key)})
+    folder, pattern = split_glob(full, "/")
     if pattern:
         parts = tuple(pattern.split("/"))
-        objects = tuple(o for o in store.below(folder) if name_fits(tuple(o.name.split("/")), parts))
+        objects = {n: facts for n, facts in _below(store, folder) if name_fits(tuple(n.split("/")), parts)}
         return RemoteMatches(base=folder, looked_for=pattern, objects=objects)
-    base = f"{bucket}/{key}".rstrip("/")
-    visible = tuple(o for o in store.below(base) if not any(p.startswith(".") for p in o.name.split("/")))
+    base = full.rstrip("/")
+    visible = {
+        n: facts for n, facts in _below(store, base) if not any(p.startswith(".") for p in n.split("/"))
+    }
     return RemoteMatches(base=base, looked_for="**/*", objects=visible, is_folder=True)
+
+
+def _below(store: RemoteStore, folder: str) -> Iterator[tuple[str, ObjectFacts]]:
+    """(name in the folder, metadata) of every object below a folder of a store, which is a URI."""
+    prefix = folder.removeprefix(store.uri).lstrip("/")
+    begin = f"{prefix}/" if prefix else ""
+    for key, facts in store.below(prefix):
+        name = key.removeprefix(begin)
+        if name and not name.endswith("/"):  # not a folder marker, which consoles create
+            yield name, facts
 
 
 def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
@@ -272,7 +286,7 @@ class FileFacts:
 
 def look_at(base: str, names: Sequence[str]) -> FileFacts:
     """The facts about names in a folder: one `stat` each."""
-    looks = stretches_in_threads(partial(_look, os.path.join(base, "")), names, quick_s=QUICK_STAT_S)
+    looks = batches_in_threads(partial(_look, os.path.join(base, "")), names, quick_s=QUICK_STAT_S)
     table = np.concatenate([part for part, _ in looks] or [np.empty((0, len(_FACTS)), np.int64)])
     errors, begin = dict[int, OSError](), 0
     for part, wrong in looks:

@@ -1,6 +1,7 @@
 """Remote storages of source files behind one interface: buckets, and datasets of the Hugging Face hub.
 
-`orchestrator.storage.buckets` documents how a bucket is reached, and with which credentials.
+`orchestrator.storage.bucket_requests` reads buckets, for a run's storage as well. `storage.buckets` documents
+the credentials.
 
 A dataset of the hub is named `hf://datasets/ORG/NAME[@REVISION][/PATH]`, as in pyarrow, DuckDB and Polars. A
 revision may mean another commit tomorrow; a commit's files never change. So a revision is resolved to its
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,48 +23,50 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
-
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
+from orchestrator.records.backoff import Backoff
+from orchestrator.storage.bucket_requests import BucketRequests
+from orchestrator.storage.buckets import SCHEMES, called_so, is_uri, split_bucket
 from orchestrator.storage.files import require_plain
+from orchestrator.storage.store import ObjectFacts
+from orchestrator.storage.tries import is_server_failure, tried
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteObject:
-    """An object as its storage lists it.
-
-    `name` is relative to the requested base. `etag` has no quotes (`W/` before a weak one stays).
-    """
-
-    name: str
-    size: int
-    mtime_ns: int
-    etag: str
+Result = TypeVar("Result")
+# Of data, which are read again after an answer that is interrupted, too short, or refused for the moment.
+_BACKOFF = Backoff(first_s=1.0, most_s=5.0)
 
 
 class RemoteStore(Protocol):
-    """A kind of storage. It raises `OSError` with an explanation; an error with `errno.EIO` may be
-    temporary.
+    """A bucket, or a dataset of the hub at one commit. Keys are relative to it.
+
+    It raises `OSError` with an explanation. One that `is_server_failure` may be temporary.
     """
 
-    def head(self, uri: str) -> RemoteObject | None:
-        """The object of this URI, which is its name; None if there is none."""
+    @property
+    def uri(self) -> str:
+        """Its own URI."""
         ...
 
-    def below(self, folder: str) -> Iterator[RemoteObject]:
-        """Every object below a folder, which may be a whole bucket."""
+    def facts(self, key: str) -> ObjectFacts:
+        """The metadata of one object; the tag is its etag. Raises `FileNotFoundError` if there is none."""
         ...
 
-    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
-        """Bytes [start, stop) of an object. Raises `OSError` if it no longer has this etag."""
+    def below(self, folder: str) -> Iterator[tuple[str, ObjectFacts]]:
+        """(key, metadata) of every object below a folder; "" is the whole store."""
+        ...
+
+    def read(self, key: str, start: int, into: memoryview, tag: str) -> int:
+        """Fills `into`, which is not empty, with an object's bytes from `start` on.
+
+        Returns the number of bytes. Raises `OSError` if the object no longer has this tag.
+        """
         ...
 
 
-def passes(error: BaseException) -> bool:
-    """Whether an error of a storage is worth a retry."""
-    return isinstance(error, OSError) and error.errno == errno.EIO
+def repeated(request: Callable[[], Result]) -> Result:
+    """The result of a request to a remote store, which is repeated if its server fails."""
+    return tried(request, time.sleep, backoff=_BACKOFF, repeat=is_server_failure)
 
 
 def is_remote(path: str) -> bool:
@@ -91,61 +95,10 @@ def split_uri(uri: str) -> tuple[str, str]:
     return at
 
 
-def store_of(uri: str) -> RemoteStore:
-    """The storage that a URI names."""
-    return HubDatasets() if is_hub(uri) else Buckets()
-
-
-# ---------------------------------------------------------------------------------------------------- buckets
-_NS = 1_000_000_000
-
-
-class Buckets:
-    """Buckets as a storage; see `RemoteStore`."""
-
-    def head(self, uri: str) -> RemoteObject | None:
-        """See `RemoteStore`. One request."""
-        bucket, key = split_uri(uri)
-        store = bucket_of(bucket)  # raises if the library is not installed
-        import obstore
-
-        try:
-            with explained(uri):
-                return _object(obstore.head(store, key), uri)
-        except FileNotFoundError:
-            return None
-
-    def below(self, folder: str) -> Iterator[RemoteObject]:
-        """See `RemoteStore`. One request for 1,000 objects."""
-        bucket, prefix = split_uri(folder)
-        store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
-        import obstore
-
-        with explained(folder):
-            for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
-                for meta in found:
-                    name = meta["path"].removeprefix(begin)
-                    if name and not name.endswith("/"):  # not a folder marker, which consoles create
-                        yield _object(meta, name)
-
-    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
-        """See `RemoteStore`. One request."""
-        import obstore
-
-        bucket, key = split_uri(uri)
-        options: Any = {"range": (start, stop)}
-        if etag:
-            options["if_match"] = f'"{etag}"'
-        with explained(uri):
-            return bytes(obstore.get(bucket_of(bucket), key, options=options).bytes())
-
-
-def _object(meta: Any, name: str) -> RemoteObject:
-    at = meta["last_modified"]
-    # Azure's list returns it without the quotes of its other answers
-    etag = (meta["e_tag"] or "").strip('"')
-    mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
-    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
+def remote_store(uri: str) -> tuple[RemoteStore, str]:
+    """(the store that a URI names, the key in it). Raises as `split_uri`."""
+    root, key = split_uri(uri)
+    return (HubDataset(root) if is_hub(uri) else BucketRequests(uri=root)), key
 
 
 # ---------------------------------------------------------------------------------------- datasets of the hub
@@ -154,9 +107,7 @@ _URI = re.compile(r"hf://datasets/([^/@\s]+/[^/@\s]+)(?:@((?:refs/(?:convert|pr)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
 _TIMEOUT_S = 30.0
-_HUB_TRIES, _HUB_WAIT_S = 4, 5
 _SHOWN = 300
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,17 +193,23 @@ def commit_of(path: HubPath) -> str:
     return _asked(path.root, ask)
 
 
-class HubDatasets:
-    """The hub as a storage; see `RemoteStore`. URIs name commits."""
+class HubDataset:
+    """A dataset of the hub at one commit, as a `RemoteStore`."""
 
-    def head(self, uri: str) -> RemoteObject | None:
+    def __init__(self, uri: str) -> None:
+        """`uri` is that of the whole dataset (`HubPath.root`)."""
+        self.uri = uri
+
+    def facts(self, key: str) -> ObjectFacts:
         """See `RemoteStore`. The facts about a file at a commit are queried once per process."""
-        found = _facts(uri)
-        return None if found is None else RemoteObject(name=uri, size=found[0], mtime_ns=0, etag=found[1])
+        found = _facts(f"{self.uri}/{key}")
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.uri}/{key}")
+        return found
 
-    def below(self, folder: str) -> Iterator[RemoteObject]:
+    def below(self, folder: str) -> Iterator[tuple[str, ObjectFacts]]:
         """See `RemoteStore`. One request for 1,000 files."""
-        at = split_hub(folder)
+        at = split_hub(f"{self.uri}/{folder}")
 
         def ask() -> list[Any]:
             from huggingface_hub import HfApi
@@ -266,35 +223,35 @@ class HubDatasets:
             except EntryNotFoundError:
                 return []
 
-        begin = f"{at.key}/" if at.key else ""
-        for found in _asked(folder, ask):
+        for found in _asked(at.uri, ask):
             if hasattr(found, "blob_id"):  # a folder has none
                 etag = found.lfs.sha256 if found.lfs else found.blob_id
-                yield RemoteObject(
-                    name=found.path.removeprefix(begin), size=found.size, mtime_ns=0, etag=etag
-                )
+                yield found.path, ObjectFacts(size=found.size, tag=etag)
 
-    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
+    def read(self, key: str, start: int, into: memoryview, tag: str) -> int:
         """See `RemoteStore`. A commit's file is always the same."""
-        del etag
+        del tag
         from huggingface_hub import utils
 
         client: Any = utils
+        uri = f"{self.uri}/{key}"
         headers = {
             **client.build_hf_headers(),
-            "Range": f"bytes={start}-{stop - 1}",
+            "Range": f"bytes={start}-{start + len(into) - 1}",
             "Accept-Encoding": "identity",
         }
         with hub_errors(uri):
             answer = client.http_backoff("GET", _url(uri), headers=headers, timeout=_TIMEOUT_S)
             client.hf_raise_for_status(answer)
-            return bytes(answer.content)
+            data = bytes(answer.content)
+        into[: len(data)] = data[: len(into)]
+        return len(data)
 
 
 # cached: a file that is read in fragments needs them at each opening
 @lru_cache(maxsize=1 << 16)
-def _facts(uri: str) -> tuple[int, str] | None:
-    def ask() -> tuple[int, str] | None:
+def _facts(uri: str) -> ObjectFacts | None:
+    def ask() -> ObjectFacts | None:
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -304,7 +261,7 @@ def _facts(uri: str) -> tuple[int, str] | None:
             return None
         if found.size is None or not found.etag:
             raise OSError(errno.EPROTO, "the hub says neither size nor etag of this file", uri)
-        return found.size, found.etag
+        return ObjectFacts(size=found.size, tag=found.etag)
 
     return _asked(uri, ask)
 
@@ -317,16 +274,14 @@ def _url(uri: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------- errors
-@retry(
-    retry=retry_if_exception(passes),
-    stop=stop_after_attempt(_HUB_TRIES),
-    wait=wait_exponential(max=_HUB_WAIT_S),
-    reraise=True,
-)
 def _asked(uri: str, ask: Callable[[], Result]) -> Result:
     """A request with retries, for calls that the library itself does not retry."""
-    with hub_errors(uri):
-        return ask()
+
+    def request() -> Result:
+        with hub_errors(uri):
+            return ask()
+
+    return repeated(request)
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from typing_extensions import override
 
-from orchestrator.data.sources.access.input_file import in_threads, open_input
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.formats.arrow import ArrowFiles, schema_names
 from orchestrator.data.sources.formats.base import Format
 from orchestrator.errors import ConfigError
+from orchestrator.storage.parallel import in_threads
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.lists.file_rows import FileRow

@@ -27,8 +27,9 @@ from orchestrator.data.sources.access.compressed import (
     decoded,
     with_compressed,
 )
-from orchestrator.data.sources.access.input_file import in_threads, open_input
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.errors import ConfigError, DataError
+from orchestrator.storage.parallel import in_threads
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile

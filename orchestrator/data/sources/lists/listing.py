@@ -224,7 +224,9 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
             code="data.several_storages",
         )
     objects = {
-        (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
+        f"{found.base}/{name}".removeprefix(f"{base}/"): facts
+        for found in each
+        for name, facts in found.objects.items()
     }
     names = sorted(objects, key=os.fsencode)
     return Listing(
@@ -236,9 +238,9 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
         unlisted=(),
         sizes=np.array([objects[name].size for name in names], np.int64),
         mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
-        etags=tuple(objects[name].etag for name in names),
+        etags=tuple(objects[name].tag for name in names),
         passed_over=tuple(
-            {f"{found.base}/{o}".removeprefix(f"{base}/") for found in each for o in found.passed_over}
+            {f"{found.base}/{name}".removeprefix(f"{base}/") for found in each for name in found.passed_over}
             - objects.keys()
         ),
         called=format_of(format_).called,
@@ -266,11 +268,11 @@ def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
             f"data.sources {source}: {path} cannot be listed: {error.strerror}", code="data.unlistable_path"
         ) from error
     if found.is_folder:
-        kind, names = format_of(format_), [o.name for o in found.objects]
+        kind, names = format_of(format_), [*found.objects]
         chosen = set(kind.choose(found.base, names))
         found = replace(
             found,
-            objects=tuple(o for o in found.objects if o.name in chosen),
+            objects={name: facts for name, facts in found.objects.items() if name in chosen},
             passed_over=tuple(kind.passed_over(names)),
             looked_for=f"{found.looked_for} ({kind.called})",
         )

@@ -17,13 +17,14 @@ import orjson
 import xxhash
 
 from orchestrator.data.sources.access.code_records import CodeRecords
-from orchestrator.data.sources.access.input_file import InputFile, in_threads, open_input
+from orchestrator.data.sources.access.input_file import InputFile, open_input
 from orchestrator.data.sources.formats import Format, UserFormat, format_of, recorded_format, user_format
 from orchestrator.data.sources.lists.file_rows import VERSION, Cut, FileRow, Files
 from orchestrator.data.sources.lists.listing import Listing, list_files, require_regular
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.resume.source_lists import restart_text
+from orchestrator.storage.parallel import in_threads
 
 PROBE_BYTES = 4096
 # in a probe, precedes the storage's identifier of the content

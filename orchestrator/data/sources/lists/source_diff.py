@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orchestrator.data.sources.access.input_file import in_threads, open_input
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.access.matches import QUICK_STAT_S, real_file
 from orchestrator.data.sources.access.remote_stores import is_remote, same_revisions
 from orchestrator.data.sources.lists.file_rows import FileRow
@@ -23,6 +23,7 @@ from orchestrator.data.sources.lists.listing import Listing, list_files, pattern
 from orchestrator.data.sources.lists.manifest import ETAG, Manifest, changed_text, difference, file_row
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.resume.source_lists import files_text, restart_text
+from orchestrator.storage.parallel import in_threads
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import SourceConfig

@@ -26,7 +26,7 @@ from orchestrator.history import finding_files
 from orchestrator.history.claims.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent
 from orchestrator.history.finding_files import Finding, FindingFiles
-from orchestrator.storage.at_once import at_once
+from orchestrator.storage.parallel import at_once
 
 _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
 

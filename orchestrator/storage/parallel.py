@@ -1,13 +1,14 @@
-"""Runs many small storage queries, and digests of whole files, with several requests in parallel.
+"""Runs many small queries, and digests of whole files, in several threads: a remote storage answers late.
 
-On a remote storage each request takes long.
+`at_once` and its kin query a run's `Storage`. `in_threads` queries any files, such as a user's data.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,9 @@ Answer = TypeVar("Answer")
 
 ASKED_AT_A_TIME = 16
 _HASHED_AT_A_TIME = 4  # files, several parts of which are read ahead
+_THREADS = 8  # of `in_threads`
+_BATCH = 64  # items: a single item is too small for a task
+_PATIENCE_S = 0.05  # how much later than a quick storage one may answer
 
 
 def asked_at_a_time(storage: Storage) -> int:
@@ -59,12 +63,36 @@ def answers_at_once(
 
     A consumer that stops early must close it. At least `at_least` queries run in parallel.
     """
-    most = min(max(asked_at_a_time(storage), at_least), len(items))
-    if most <= 1:
-        yield from map(ask, items)
-        return
-    with _pool(most) as pool:
-        yield from pool.map(ask, items)
+    yield from _answers(ask, items, min(max(asked_at_a_time(storage), at_least), len(items)))
+
+
+def in_threads(ask: Callable[[Item], Answer], items: Sequence[Item], quick_s: float = 0.0) -> list[Answer]:
+    """The results of `ask` for each item, in order.
+
+    Runs in this thread as long as an item takes no more than `quick_s`: threads would only wait for each
+    other. Raises what `ask` raises.
+    """
+    batches = batches_in_threads(lambda batch: [*map(ask, batch)], items, quick_s)
+    return [answer for batch in batches for answer in batch]
+
+
+def batches_in_threads(
+    ask: Callable[[Sequence[Item]], Answer], items: Sequence[Item], quick_s: float = 0.0
+) -> list[Answer]:
+    """`in_threads` with `ask` called for up to 64 items at a time.
+
+    Returns the result of each batch, in order.
+    """
+    batches = (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))
+    answers, num_items = list[Answer](), 0
+    if quick_s:
+        began = time.perf_counter()
+        for batch in batches:
+            answers.append(ask(batch))
+            num_items += len(batch)
+            if time.perf_counter() - began > quick_s * num_items + _PATIENCE_S:
+                break
+    return [*answers, *_answers(ask, batches, _THREADS)]
 
 
 def entries_at_once(
@@ -92,6 +120,20 @@ def entries_at_once(
 
 
 # ---------------------------------------------------------------------------------------------------- inside
+def _answers(
+    ask: Callable[[Item], Answer], items: Iterable[Item], num_threads: int
+) -> Generator[Answer, None, None]:
+    """The results of `ask` for each item, in order.
+
+    `ask` runs in `num_threads` threads, or in this one if that is at most 1.
+    """
+    if num_threads <= 1:
+        yield from map(ask, items)
+        return
+    with _pool(num_threads) as pool:
+        yield from pool.map(ask, items)
+
+
 @contextmanager
 def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that have ended when the context exits. Tasks that have not begun by then are cancelled."""

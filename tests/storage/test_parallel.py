@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import StorageError
-from orchestrator.storage.at_once import ASKED_AT_A_TIME, answers_at_once, at_once, entries_at_once
 from orchestrator.storage.files import Storage
+from orchestrator.storage.parallel import ASKED_AT_A_TIME, answers_at_once, at_once, entries_at_once
 from orchestrator.storage.store import ObjectFacts
 from tests.raising import raises
 from tests.storage.model_store import FarModelStore, ModelBucket
@@ -109,7 +109,7 @@ SIZES = (0, 1, STRETCH - 1, STRETCH, STRETCH + 1, 3 * STRETCH, 40 * STRETCH + 1,
 
 @pytest.fixture
 def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.storage.at_once.READ_BYTES", STRETCH)
+    monkeypatch.setattr("orchestrator.storage.parallel.READ_BYTES", STRETCH)
 
 
 def content_of(size: int) -> bytes:
