@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.elastic.formation import Form
+from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source
@@ -38,7 +38,7 @@ def main() -> None:
 def measure(num_shards: int) -> dict[str, float]:
     """A first generation, then the next one without a member."""
     rendezvous = Rendezvous(
-        attempt=1, launch="l", min_workers=1, max_workers=NUM_MEMBERS, expected=NUM_MEMBERS
+        attempt=1, launch="l", size=GroupSize(min_workers=1, max_workers=NUM_MEMBERS, expected=NUM_MEMBERS)
     )
     members = [_member(number, num_shards) for number in range(NUM_MEMBERS)]
     for member in members:

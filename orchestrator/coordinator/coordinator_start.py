@@ -12,9 +12,9 @@ from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.node_local.node_folder import Nodes
 from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine, LaunchTerms
 from orchestrator.elastic.failure import STORAGE_LIMIT_S, FailureBudget, StorageTrouble
-from orchestrator.elastic.formation import RendezvousSettings
+from orchestrator.elastic.formation import GroupSize, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 
 VOTE_LIMIT_S = 600.0  # how long a save with missing votes may make no progress
@@ -29,9 +29,7 @@ class CoordinatorStart:
 
     attempt: Attempt
     storage: str
-    min_workers: int
-    max_workers: int
-    expected: int
+    size: GroupSize
     max_failures: int
     keep_latest: int
     run: str
@@ -59,9 +57,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
     rendezvous = Rendezvous(
         attempt=attempt.number,
         launch=attempt.launch,
-        min_workers=start.min_workers,
-        max_workers=start.max_workers,
-        expected=start.expected,
+        size=start.size,
         settings=start.rendezvous,
         previous=earlier.previous,
         first_attempt=start.attempt.number,
@@ -73,18 +69,11 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
         rendezvous,
         FailureBudget(start.max_failures, earlier.failures, attempt.step_label),
         StorageTrouble(start.storage_limit_s),
-        last_step=earlier.last_step,
-        previous=earlier.previous.members if earlier.previous else (),
-        infos=earlier.members,
-        finished={member: (reason, step) for member, reason, step in earlier.finished},
-        ended=earlier.ended,
+        LaunchTerms(
+            budgets=attempt.budgets, stop_by=start.stop_by, sharded=start.sharded, fixed=start.fixed
+        ),
+        earlier,
         saved=attempt.parent,
-        answered=earlier.answered,
-        reported=earlier.reported,
-        budgets=attempt.budgets,
-        stop_by=start.stop_by,
-        sharded=start.sharded,
-        fixed=start.fixed,
     )
 
 

@@ -92,7 +92,7 @@ class LaunchDriver(CommitListener):
         """`why_dead` and `feeder_notes` as in `Coordinator`. `metrics` listens to the journal."""
         self.machine, self.journal = launch_machine(start, attempt), journal
         self.joins, self.ends = OpenJoins(), GenerationEnds()
-        self.roster = Roster(start.max_workers, attempt.earlier.members, attempt.why)
+        self.roster = Roster(start.size.max_workers, attempt.earlier.members, attempt.why)
         # the supervisor itself has seen what the first attempt's start found
         restarted = attempt.number != start.attempt.number
         self.news = News(map(str, attempt.found.unreadable if restarted else ()))

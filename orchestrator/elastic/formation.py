@@ -38,6 +38,28 @@ class RendezvousSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSize:
+    """How many workers a group may have.
+
+    `min_workers` to `max_workers` train. A group without survivors (a start, or after all died) waits for
+    `expected` workers.
+    """
+
+    min_workers: int
+    max_workers: int
+    expected: int
+
+    def __post_init__(self) -> None:
+        low, high = self.min_workers, self.max_workers
+        assert 1 <= low <= high, f"1 <= min {low} <= max {high}"
+
+    @classmethod
+    def fixed(cls, num_workers: int) -> GroupSize:
+        """The size of a group that always has `num_workers`."""
+        return cls(min_workers=num_workers, max_workers=num_workers, expected=num_workers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PreviousGeneration:
     """The newest generation that an older attempt of this launch journalled, `members` by rank.
 

@@ -17,6 +17,7 @@ from orchestrator.elastic.formation import (
     Form,
     Formation,
     Generation,
+    GroupSize,
     Ignored,
     JoinAnswer,
     NewestPoint,
@@ -39,8 +40,7 @@ from orchestrator.records.steps import StateKey
 class Rendezvous:
     """Forms the generations of one attempt.
 
-    `min_workers` to `max_workers` members train. A group without survivors (a start, or after all died) waits
-    for `expected` members. `previous` is what a restarted coordinator knows of the generation that is still
+    `size` bounds the group. `previous` is what a restarted coordinator knows of the generation that is still
     training; its members are asked to meet at a step boundary (`control_requests`). `rebase(parent, cursor)`
     returns the step label with which this launch continues a point of an older launch, that is one whose
     attempt is below `first_attempt` (the launch's first; default: this one). All times are seconds.
@@ -51,21 +51,18 @@ class Rendezvous:
         *,
         attempt: int,
         launch: str,
-        min_workers: int,
-        max_workers: int,
-        expected: int,
+        size: GroupSize,
         settings: RendezvousSettings | None = None,
         previous: PreviousGeneration | None = None,
         first_attempt: int | None = None,
         rebase: Callable[[StateKey, Cursor | None], int] | None = None,
     ) -> None:
-        assert 1 <= min_workers <= max_workers, f"1 <= min {min_workers} <= max {max_workers}"
         assert previous is None or previous.attempt < attempt, (
             f"{previous} is not older than attempt {attempt}"
         )
         self.attempt, self.launch = attempt, launch
-        self.min_workers = min_workers
-        self._min, self._max, self._expected = min_workers, max_workers, expected
+        self.min_workers = size.min_workers
+        self._min, self._max, self._expected = size.min_workers, size.max_workers, size.expected
         self.num_refused = 0  # expected members that cannot work; they are tried again later
         self._settings = settings or RendezvousSettings()
         self._states = ParentStateSelection(

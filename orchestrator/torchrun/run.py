@@ -20,6 +20,7 @@ from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.trained_code import code_changes
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.on_ray.exports import exporting
@@ -181,7 +182,7 @@ def _attempt(rendezvous: StoreRendezvous, context: LaunchContext, watched: int) 
             spec = starting.freeze(job, storage, context.spec, attempt)
             size = rendezvous.world_size
             start = starting.coordinator_start(
-                job, attempt, storage.root, size, size, context.fault_plan, fixed=True
+                job, attempt, storage.root, GroupSize.fixed(size), context.fault_plan, fixed=True
             )
             host = ends.enter_context(closing(HostedCoordinator(start)))
             group = GroupStart(

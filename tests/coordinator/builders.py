@@ -13,6 +13,7 @@ from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.journal.segment_log import GrowingSegments
 from orchestrator.planning.schedule import Budgets
@@ -49,9 +50,7 @@ def what_it_needs(
     return CoordinatorStart(
         attempt=attempt,
         storage=store.storage.root,
-        min_workers=min_workers,
-        max_workers=max_workers,
-        expected=max_workers,
+        size=GroupSize(min_workers=min_workers, max_workers=max_workers, expected=max_workers),
         max_failures=3,
         keep_latest=3,
         run="tiny",

@@ -18,9 +18,10 @@ from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import newest_first
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Fenced, Kill, Note
+from orchestrator.coordinator.machine.launch_history import EarlierCoordinator
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
 from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
-from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
+from orchestrator.elastic.formation import Form, Formation, GroupSize, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.claims.lineage import Lineage, effective_history
@@ -249,9 +250,7 @@ class World:
         rendezvous = Rendezvous(
             attempt=number,
             launch=launch,
-            min_workers=self.minimum,
-            max_workers=self.size,
-            expected=self.size,
+            size=GroupSize(min_workers=self.minimum, max_workers=self.size, expected=self.size),
             previous=previous,
             first_attempt=first,
         )
@@ -262,13 +261,15 @@ class World:
             rendezvous,
             FailureBudget(MAX_FAILURES, failures, key.step if key else 0),
             StorageTrouble(STORAGE_LIMIT_S),
-            last_step=max(older, key=lambda record: record.key, default=None),
-            previous=previous.members if previous else (),
-            finished=self.finished,
-            infos=[info_of(m) for m in self.members if previous and m.name in previous.members],
+            earlier=EarlierCoordinator(
+                last_step=max(older, key=lambda record: record.key, default=None),
+                previous=previous,
+                finished=tuple((member, *part) for member, part in self.finished.items()),
+                members=tuple(info_of(m) for m in self.members if previous and m.name in previous.members),
+                answered=tuple(sorted(self.answered)),
+                reported=tuple(sorted(self.reported)),
+            ),
             saved=key,
-            answered=self.answered,
-            reported=self.reported,
         )
         commits = self.commits_class(
             attempt=number,

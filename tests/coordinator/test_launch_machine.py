@@ -10,9 +10,9 @@ import pytest
 from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.checkpoint.points.points import ReplicasDiffer
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Kill, Leave, Note, Say, Warn
-from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine, LaunchTerms
 from orchestrator.elastic.failure import FailureBudget, StorageTrouble
-from orchestrator.elastic.formation import Form
+from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
@@ -26,7 +26,9 @@ from tests.coordinator.builders import JOIN, LAUNCH
 
 
 def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> None:
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=1, max_workers=2, expected=2)
+    rendezvous = Rendezvous(
+        attempt=1, launch=LAUNCH, size=GroupSize(min_workers=1, max_workers=2, expected=2)
+    )
     machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
@@ -66,8 +68,10 @@ def departures(actions: list[Action]) -> list[VoterGone]:
 
 def one_of_two(budgets: Budgets | None = None, trained: bool = True) -> LaunchMachine:
     """Two members train with at least two, and have done a step (if `trained`)."""
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), budgets=budgets or Budgets())
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
+    machine = LaunchMachine(
+        rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(budgets=budgets or Budgets())
+    )
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
     form_next(machine, 0.0)
@@ -87,8 +91,8 @@ def notes(actions: list[Action], kind: EventKind) -> list[dict[str, object]]:
 
 def fixed(*members: str) -> LaunchMachine:
     """A group of two that can replace nobody, of which these have joined."""
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), fixed=True)
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(fixed=True))
     for member in members:
         machine.join(replace(JOIN, member=member), 0.0)
     if len(members) == 2:
@@ -170,7 +174,7 @@ def test_a_wait_below_the_minimum_is_noted_when_it_begins_and_when_another_numbe
 
 
 def test_a_launch_whose_first_workers_are_still_starting_does_not_wait_below_its_minimum() -> None:
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
     machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
     assert notes(machine.tick(0.0), EventKind.WAITING) == []
     machine.join(replace(JOIN, member="a"), 1.0)
@@ -255,7 +259,9 @@ def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:
 
 @pytest.mark.parametrize("expected", [1, 2, 8])
 def test_workers_that_fail_whenever_they_start_end_the_run_with_their_reason(expected: int) -> None:
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=1, max_workers=8, expected=expected)
+    rendezvous = Rendezvous(
+        attempt=1, launch=LAUNCH, size=GroupSize(min_workers=1, max_workers=8, expected=expected)
+    )
     machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
     rounds = [
         [machine.failed(f"{start}-{n}", "RuntimeError", "no weights today", False) for n in range(expected)]
@@ -323,8 +329,10 @@ def all_come_back(machine: LaunchMachine, generation: int) -> None:
 # ---- nodes that are about to be taken away
 def on_two_nodes(sharded: bool, low: int = 1) -> LaunchMachine:
     """Two members on nodes of their own train, and have done a step."""
-    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=low, max_workers=2, expected=2)
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), sharded=sharded)
+    rendezvous = Rendezvous(
+        attempt=1, launch=LAUNCH, size=GroupSize(min_workers=low, max_workers=2, expected=2)
+    )
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(sharded=sharded))
     for member in "ab":
         machine.join(replace(JOIN, member=member, node_id=f"n-{member}"), 0.0)
     form_next(machine, 0.0)

@@ -19,7 +19,7 @@ from orchestrator.coordinator.machine.reported_errors import ReportedErrors
 from orchestrator.coordinator.machine.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.records.run_status import MemberInfo
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import StateKey
 from tests.coordinator.launch_model import BrokenError, Member, World, walk
 
 SEEDS = 400
@@ -60,11 +60,16 @@ class WaitsForNewcomers(LaunchMachine):
         return [] if self.waiting else super()._over()
 
 
+def without(named: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Arguments of a machine whose coordinator does not know these facts of its predecessor."""
+    return {**named, "earlier": replace(named["earlier"], **changes)}
+
+
 class ForgetsProgress(LaunchMachine):
     """A restarted coordinator knows the failures, but not the steps between them."""
 
-    def __init__(self, *arguments: object, last_step: StepRecord | None = None, **more: object) -> None:
-        super().__init__(*arguments, **more)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **without(named, last_step=None))
 
 
 class ForgetsWhoWasLeftOut(LaunchMachine):
@@ -138,7 +143,7 @@ class MeetsRequestsWithAnyPoint(LaunchMachine):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._requests = MetByAnyPoint(named["answered"])
+        self._requests = MetByAnyPoint(named["earlier"].answered)
 
 
 class EndsWithoutAnswers(LaunchMachine):
@@ -152,7 +157,7 @@ class AnswersAgain(LaunchMachine):
     """A restarted coordinator does not know what was answered."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **{**named, "answered": ()})
+        super().__init__(*args, **without(named, answered=()))
 
 
 class DiscardsAtOnce(CommitMachine):
@@ -216,7 +221,7 @@ class CountsTwice(LaunchMachine):
     """A restarted coordinator does not know whose errors were counted."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **{**named, "reported": ()})
+        super().__init__(*args, **without(named, reported=()))
 
 
 class NobodyHears(World):

@@ -12,7 +12,7 @@ from orchestrator import errors
 from orchestrator.coordinator.machine.launch_actions import Action, End, Note, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
 from orchestrator.elastic.failure import FailureBudget, StorageTrouble
-from orchestrator.elastic.formation import Form
+from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
@@ -33,9 +33,7 @@ def launch(members: str, min_workers: int = 1, max_failures: int = 3) -> LaunchM
     rendezvous = Rendezvous(
         attempt=1,
         launch=LAUNCH,
-        min_workers=min_workers,
-        max_workers=4,
-        expected=max(1, len(members)),
+        size=GroupSize(min_workers=min_workers, max_workers=4, expected=max(1, len(members))),
     )
     machine = LaunchMachine(rendezvous, FailureBudget(max_failures), StorageTrouble())
     for member in members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.elastic.formation import Form, Formation
+from orchestrator.elastic.formation import Form, Formation, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.supervision.policy import Limits, NodeFacts
 from orchestrator.records.cursor import Cursor
@@ -44,9 +44,7 @@ def rendezvous(low: int = 1, high: int = 3, expected: int = 3, **other: object) 
     return Rendezvous(
         attempt=ATTEMPT,
         launch="launch",
-        min_workers=low,
-        max_workers=high,
-        expected=expected,
+        size=GroupSize(min_workers=low, max_workers=high, expected=expected),
         **other,  # type: ignore[arg-type]
     )
 

@@ -23,6 +23,7 @@ from orchestrator.elastic.formation import (
     Action,
     Form,
     Formation,
+    GroupSize,
     JoinAnswer,
     LeaveOut,
     RendezvousSettings,
@@ -272,9 +273,7 @@ def new_machine(rules: Rules, attempt: int) -> Rendezvous:
     return rules.machine(
         attempt=attempt,
         launch="l",
-        min_workers=rules.min_workers,
-        max_workers=n,
-        expected=n,
+        size=GroupSize(min_workers=rules.min_workers, max_workers=n, expected=n),
         settings=rules.settings,
     )
 

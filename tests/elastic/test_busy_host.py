@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.elastic.formation import LeaveOut
+from orchestrator.elastic.formation import GroupSize, LeaveOut
 from orchestrator.elastic.rendezvous import Rendezvous
 from tests.elastic.builders import ATTEMPT, form, key, rendezvous, request
 
@@ -66,6 +66,8 @@ def test_a_missing_member_is_left_out_when_its_counted_silence_is_over_and_not_b
 
 @pytest.mark.parametrize(("mistake", "event"), [(Unexcused, "starved"), (LateAndUnaware, "late")])
 def test_a_judge_that_goes_by_the_clock_alone_is_caught(mistake: type[Rendezvous], event: str) -> None:
-    machine = mistake(attempt=ATTEMPT, launch="launch", min_workers=1, max_workers=2, expected=2)
+    machine = mistake(
+        attempt=ATTEMPT, launch="launch", size=GroupSize(min_workers=1, max_workers=2, expected=2)
+    )
     with pytest.raises(AssertionError):
         check(missing_one(machine), [(event, 5.0), ("passes", 5.0), ("passes", 5.0)])

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from orchestrator.elastic.formation import Form, Formation
+from orchestrator.elastic.formation import Form, Formation, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import JoinRequest
@@ -124,7 +124,9 @@ def test_no_order_of_events_continues_a_state_of_differing_replicas() -> None:
 
 def test_the_search_catches_a_rendezvous_that_trusts_what_members_bring_back() -> None:
     def trusting() -> Rendezvous:
-        return Trusting(attempt=ATTEMPT, launch="launch", min_workers=1, max_workers=3, expected=3)
+        return Trusting(
+            attempt=ATTEMPT, launch="launch", size=GroupSize(min_workers=1, max_workers=3, expected=3)
+        )
 
     with pytest.raises(AssertionError, match="continues"):
         played(trusting)

@@ -12,6 +12,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.records.membership import GenerationView, StillWaiting
 from orchestrator.records.run_status import RunStatus
@@ -31,7 +32,7 @@ class Coordinated:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        start = starting.coordinator_start(job, attempt, store.storage.root, 2, 2, fixed=True)
+        start = starting.coordinator_start(job, attempt, store.storage.root, GroupSize.fixed(2), fixed=True)
         self.coordinator = self.call(self._made(start))
         self.views = self.call(self._joined())
 

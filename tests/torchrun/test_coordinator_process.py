@@ -15,6 +15,7 @@ import pytest
 
 import orchestrator
 from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.faults import FaultPlan
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
@@ -72,7 +73,7 @@ class Group:
     def __init__(self, runner: Runner, fault_plan: str = "") -> None:
         attempt, job = runner.begin(), runner.config()
         start = starting.coordinator_start(
-            job, attempt, runner.store.storage.root, 2, 2, fault_plan, fixed=True
+            job, attempt, runner.store.storage.root, GroupSize.fixed(2), fault_plan, fixed=True
         )
         self.host, self.launch = HostedCoordinator(start), attempt.launch
         self.ended = os.pidfd_open(self.host.pid)
@@ -237,7 +238,7 @@ def rank_zero_alone(runner: Runner, says: Connection) -> None:
     """Hosts a coordinator that nobody calls."""
     attempt = runner.begin()
     start = starting.coordinator_start(
-        runner.config(), attempt, runner.store.storage.root, 2, 2, fixed=True
+        runner.config(), attempt, runner.store.storage.root, GroupSize.fixed(2), fixed=True
     )
     says.send(HostedCoordinator(start).pid)
     signal.pause()

@@ -24,7 +24,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
-from orchestrator.elastic.formation import RendezvousSettings
+from orchestrator.elastic.formation import GroupSize, RendezvousSettings
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.journal_reader import Journal, read_journal
@@ -141,9 +141,7 @@ class Launch:
                 encoders=(),
             ),
             storage=self.storage.root,
-            min_workers=1,
-            max_workers=1,
-            expected=1,
+            size=GroupSize.fixed(1),
             max_failures=3,
             keep_latest=100,
             run="tiny",
@@ -159,7 +157,7 @@ class Launch:
             if storage is not None:
                 made._journal._log._storage = made._driver._store.storage = storage
             self._made.append(made)
-            await made.expect(self._start.expected)
+            await made.expect(self._start.size.expected)
             return made
 
         return self.run(make())

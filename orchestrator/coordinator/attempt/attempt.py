@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.checkpoint.points.point_status import Leftover
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.elastic.failure import Failure
-from orchestrator.elastic.formation import PreviousGeneration
+from orchestrator.coordinator.machine.launch_history import EarlierCoordinator
 from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
 from orchestrator.history.journal.code_record import Code
@@ -23,7 +22,6 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.records.points import Damage
-from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
 
@@ -51,30 +49,6 @@ class StartFindings:
     parallel: tuple[int, ParallelChoice] | None = None
     brought: tuple[StepRecord, ...] = ()
     completed: Point | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EarlierCoordinator:
-    """What earlier coordinators of the launch left to their successor.
-
-    `previous`: the generation that is still training; `members`: where its members run.
-    `finished`: (member, reason, step) of those whose part is over.
-    `ended`: (outcome, reason) if the launch had already ended.
-    `failures`, `last_step`: the state of its failure budget.
-    `answered`: the answered requests from outside.
-    `reported`: the members that have reported an error.
-    `died`: the process (pid, or 0 if unknown, and host) of the predecessor.
-    """
-
-    previous: PreviousGeneration | None = None
-    members: tuple[MemberInfo, ...] = ()
-    finished: tuple[tuple[str, str, int], ...] = ()
-    ended: tuple[str, str] | None = None
-    failures: tuple[Failure, ...] = ()
-    last_step: StepRecord | None = None
-    answered: tuple[int, ...] = ()
-    reported: tuple[str, ...] = ()
-    died: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

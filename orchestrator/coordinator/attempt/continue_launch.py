@@ -11,7 +11,7 @@ from dataclasses import replace
 from orchestrator.checkpoint.commit.commit_machine import LOST
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.attempt import Attempt, EarlierCoordinator, StartFindings
+from orchestrator.coordinator.attempt.attempt import Attempt, StartFindings
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import (
     Survey,
@@ -21,6 +21,7 @@ from orchestrator.coordinator.attempt.survey import (
     saved_history,
     seal_history,
 )
+from orchestrator.coordinator.machine.launch_history import EarlierCoordinator
 from orchestrator.elastic.failure import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import FencedError, ResumePointError

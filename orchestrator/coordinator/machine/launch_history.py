@@ -7,13 +7,40 @@ The conclusions from ranks go to the commit machine.
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 
 from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.elastic.failure import Failure, FailureBudget
+from orchestrator.elastic.formation import PreviousGeneration
+from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
 SILENCE_S = 5.0  # after this long without a record, members are checked as while a group forms
 _MEDIAN_OF = 31  # steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierCoordinator:
+    """What earlier coordinators of the launch left to their successor.
+
+    `previous`: the generation that is still training; `members`: where its members run.
+    `finished`: (member, reason, step) of those whose part is over.
+    `ended`: (outcome, reason) if the launch had already ended.
+    `failures`, `last_step`: the state of its failure budget.
+    `answered`: the answered requests from outside.
+    `reported`: the members that have reported an error.
+    `died`: the process (pid, or 0 if unknown, and host) of the predecessor.
+    """
+
+    previous: PreviousGeneration | None = None
+    members: tuple[MemberInfo, ...] = ()
+    finished: tuple[tuple[str, str, int], ...] = ()
+    ended: tuple[str, str] | None = None
+    failures: tuple[Failure, ...] = ()
+    last_step: StepRecord | None = None
+    answered: tuple[int, ...] = ()
+    reported: tuple[str, ...] = ()
+    died: tuple[int, str] | None = None
 
 
 class RecentSteps:

@@ -8,7 +8,7 @@ returned actions in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from orchestrator.checkpoint.points.points import ReplicasDiffer
 from orchestrator.coordinator.machine.launch_actions import (
@@ -25,7 +25,7 @@ from orchestrator.coordinator.machine.launch_actions import (
     ended_by,
     is_last,
 )
-from orchestrator.coordinator.machine.launch_history import Failures, Places, RecentSteps
+from orchestrator.coordinator.machine.launch_history import EarlierCoordinator, Failures, Places, RecentSteps
 from orchestrator.coordinator.machine.leaving import Leaving
 from orchestrator.coordinator.machine.reported_errors import (
     OWN,
@@ -49,18 +49,26 @@ from orchestrator.records.run_status import GroupMember, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchTerms:
+    """What holds for a launch from its start to its end.
+
+    `budgets`: when its training is done.
+    `stop_by`: the origin of a request to stop before that.
+    `sharded`: no member holds the whole state.
+    `fixed`: no member can be replaced, so the first one that is lost ends the run (torchrun).
+    """
+
+    budgets: Budgets = Budgets()
+    stop_by: str = ""
+    sharded: bool = False
+    fixed: bool = False
+
+
 class LaunchMachine:
     """One coordinator process's part of a launch.
 
-    `previous`: the members of the generation that is still training while a restarted coordinator takes over;
-    `infos`: where they run.
-    `finished`: members whose part is over, with reason and step.
-    `ended`: (outcome, reason) of a launch that had already ended.
-    `last_step`: the newest recorded step; `saved`: the newest resume point.
-    `answered`: the answered requests.
-    `sharded`: no member holds the whole state.
-    `reported`: members whose errors were counted.
-    `fixed`: no member can be replaced, so the first one that is lost ends the run (torchrun).
+    `earlier`: what a restarted coordinator takes over. `saved`: the newest resume point.
 
     Guarantees:
     - All members that wait in `join` are answered when the run ends.
@@ -75,45 +83,37 @@ class LaunchMachine:
         rendezvous: Rendezvous,
         budget: FailureBudget,
         trouble: StorageTrouble,
-        last_step: StepRecord | None = None,
-        previous: Iterable[str] = (),
-        infos: Iterable[MemberInfo] = (),
-        finished: Mapping[str, tuple[str, int]] | None = None,
-        ended: tuple[str, str] | None = None,
+        terms: LaunchTerms = LaunchTerms(),  # noqa: B008  frozen
+        earlier: EarlierCoordinator = EarlierCoordinator(),  # noqa: B008  frozen
         saved: StateKey | None = None,
-        answered: Iterable[int] = (),
-        budgets: Budgets = Budgets(),  # noqa: B008  frozen
-        stop_by: str = "",
-        sharded: bool = False,
-        reported: Iterable[str] = (),
-        fixed: bool = False,
     ) -> None:
         self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
-        self.infos = {info.member: info for info in infos}
+        self.infos = {info.member: info for info in earlier.members}
         self.waiting: set[str] = set()  # members whose `join` is unanswered
-        self.members = tuple(previous)  # of the newest generation that was answered, by rank
+        previous = earlier.previous
+        self.members = previous.members if previous else ()  # of the newest answered generation, by rank
         self._steps = RecentSteps()
-        self.ended = ended
+        self.ended = earlier.ended
         self.code: str | None = None  # of the error with which the run has failed in this process
         self.stopping = False
-        self._stop_by, self._budgets = stop_by, budgets
+        self._stop_by, self._budgets = terms.stop_by, terms.budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
-        self._saved, self._requests = saved, Requests(answered)
-        self._leaving, self._is_fixed = Leaving(rendezvous, sharded), fixed
+        self._saved, self._requests = saved, Requests(earlier.answered)
+        self._leaving, self._is_fixed = Leaving(rendezvous, terms.sharded), terms.fixed
         self._places = Places(rendezvous.attempt)
-        self._finished = dict(finished or {})  # member -> (reason, step)
+        self._finished = {member: (reason, step) for member, reason, step in earlier.finished}
         self._left_out: set[str] = set()  # left out, and not known to be dead
         self._dead: set[str] = set()
         self._errors = ReportedErrors(rendezvous)
-        self._reported = frozenset(reported)
+        self._reported = frozenset(earlier.reported)
         self._now = float("-inf")  # time of the newest event that had one
         self._save = ""
         self._num_saves = 0
         self._given_up = ""  # the text about the newest save that was given up
         self._to_hold: StateKey | None = None  # the newest state when a save was last requested
         self._decided: StateKey | None = None  # the newest save that was committed or given up
-        if last_step is not None:
-            self.recorded(last_step, float("-inf"))
+        if earlier.last_step is not None:
+            self.recorded(earlier.last_step, float("-inf"))
 
     @property
     def failures(self) -> tuple[Failure, ...]:

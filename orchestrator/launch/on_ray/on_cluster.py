@@ -26,6 +26,7 @@ from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.elastic.supervision.policy import Limits, NodeFacts, tokenizer_node
 from orchestrator.elastic.supervision.supervisor import Launch, Supervisor
 from orchestrator.errors import code_of, text_of
@@ -69,8 +70,9 @@ def supervise(
         job,
         attempt,
         context.storage.root,
-        limits.min_workers,
-        limits.max_workers,
+        GroupSize(
+            min_workers=limits.min_workers, max_workers=limits.max_workers, expected=limits.max_workers
+        ),
         context.fault_plan,
         stop_by=asker() if context.until_tokens is not None else "",
         nodes=disks.nodes,

@@ -40,6 +40,7 @@ from orchestrator.coordinator.attempt.source_resolution import (
 )
 from orchestrator.coordinator.attempt.survey import Survey, decided
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
+from orchestrator.elastic.formation import GroupSize
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.records.cursor import Cursor
@@ -240,8 +241,7 @@ def coordinator_start(
     job: JobConfig,
     attempt: Attempt,
     storage: str,
-    min_workers: int,
-    max_workers: int,
+    size: GroupSize,
     fault_plan: str = "",
     stop_by: str = "",
     nodes: Nodes | None = None,
@@ -251,9 +251,7 @@ def coordinator_start(
     return CoordinatorStart(
         attempt=attempt,
         storage=storage,
-        min_workers=min_workers,
-        max_workers=max_workers,
-        expected=max_workers,
+        size=size,
         max_failures=job.cluster.max_failures,
         keep_latest=job.resume.keep_latest,
         keep_every=job.resume.keep_every,
