@@ -23,6 +23,7 @@ from benchmarks.data_corpus import Corpus
 from orchestrator.config.loading import as_data_job
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
@@ -102,7 +103,7 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
 def measure(corpus: Corpus) -> dict[str, float]:
     """All figures, on a Ray that runs."""
     spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH, num_epochs=_EPOCHS)))
-    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=1)
+    feeder = start_feeder(_LAUNCH, spec, tokenizers=TokenizerPool(num=2), replay_bytes=1)
     try:
         first, again = _first_and_again(feeder)
     finally:
@@ -119,7 +120,9 @@ def num_tokenizers() -> int:
 
 def _speed(spec: DataSpec, warm_steps: int) -> dict[str, float]:
     """From so many steps on."""
-    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=num_tokenizers(), replay_bytes=REPLAY_BYTES)
+    feeder = start_feeder(
+        _LAUNCH, spec, tokenizers=TokenizerPool(num=num_tokenizers()), replay_bytes=REPLAY_BYTES
+    )
     try:
         consumers = [Consumer.remote(feeder, rank) for rank in range(_CONSUMERS)]
         running = [each.run.remote(warm_steps) for each in consumers]

@@ -35,6 +35,7 @@ from orchestrator.config.loading import as_data_job
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.feeder_actor import start_feeder
 from orchestrator.data.feed.memory import memory_of
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.errors import OrchestratorError
@@ -293,7 +294,11 @@ def run_case(
     spec = prepare_data(job)
     memory = memory_of(job, spec)
     feeder = start_feeder(
-        name, spec, num_tokenizers=NUM_TOKENIZERS, replay_bytes=job.data.replay_bytes, memory=memory
+        name,
+        spec,
+        tokenizers=TokenizerPool(num=NUM_TOKENIZERS),
+        replay_bytes=job.data.replay_bytes,
+        memory=memory,
     )
     try:
         peak = Peak(ray.get(feeder.stats.remote()).pid)

@@ -31,6 +31,7 @@ from benchmarks.data_feeder import REPLAY_BYTES, STEPS_AHEAD, coming_step, view
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.records.cursor import Cursor
@@ -102,7 +103,9 @@ def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, l
     who takes is not measured. `ray.init` comes before.
     """
     spec = prepare_data(parse_config(job(corpus, kind, encoder)))
-    feeder = start_feeder(launch, spec, num_tokenizers=num_tokenizers, replay_bytes=REPLAY_BYTES)
+    feeder = start_feeder(
+        launch, spec, tokenizers=TokenizerPool(num=num_tokenizers), replay_bytes=REPLAY_BYTES
+    )
     try:
         cursor, began, first = Cursor(), 0.0, 0
         feed, rank = RayFeed(feeder, launch), (0, STEP_SAMPLES, 1)

@@ -282,7 +282,7 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         found = preview.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         point, _ = decided(store, lambda seen: choose_point(store, seen, wanted_point(seen, job), fast=True))
-        return decide(store, job, point, None).refused([str(error)], error.code), None
+        return decide(store, job, point).refused([str(error)], error.code), None
     return replace(found, notes=(*found.notes, *spec.notes, preview.feed_memory(job, spec))), spec
 
 
@@ -290,7 +290,12 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
     """`_look_ahead` at a run; without its data where they cannot be looked at without running code. Raises
     `RefusedError` for a new run.
     """
-    from orchestrator.coordinator.attempt.resume_point_choice import choose_point, decide, wanted_point
+    from orchestrator.coordinator.attempt.resume_point_choice import (
+        StartData,
+        choose_point,
+        decide,
+        wanted_point,
+    )
     from orchestrator.coordinator.attempt.survey import survey
     from orchestrator.data.code_process import reads_without_code
     from orchestrator.data.common.user_code import reading_only
@@ -307,7 +312,7 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
             return _look_ahead(job, storage)
     seen = survey(store)
     point, damages = choose_point(store, seen, wanted_point(seen, job), fast=True)
-    found = decide(store, job, point, (run.identity, run.identity))
+    found = decide(store, job, point, StartData(identities=(run.identity, run.identity)))
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     notes.append("the data are not looked at, because that may run code; executing the plan looks at them")
     return replace(found, notes=(*found.notes, *notes)), None

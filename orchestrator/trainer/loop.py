@@ -46,7 +46,13 @@ from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.model.build_model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saving.saver import Saver, Unsaved, await_saves
-from orchestrator.trainer.state.sync_state import Prepared, agree, apply_prepared, group_digest
+from orchestrator.trainer.state.sync_state import (
+    Prepared,
+    StateSources,
+    apply_prepared,
+    group_digest,
+    sync_state,
+)
 
 
 # The peak memory of this process since its start: one system call, no iteration over tensors.
@@ -182,16 +188,12 @@ class _Trainer:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
             self._membership.phase(LOAD)
-            self._all_warm = agree(
-                group,
-                self._state,
-                self._job.config_digest,
-                prepared,
-                self._files,
-                self._faults,
-                self._has_stepped,
-                self._memory,
-                self._membership.loading,
+            sources = StateSources(
+                files=self._files, copies=self._memory, loading=self._membership.loading
+            )
+            digest, warm = self._job.config_digest, self._has_stepped
+            self._all_warm = sync_state(
+                group, self._state, digest, prepared, sources, self._faults, warm
             )
             self._memory.enter(self._state)
             self._membership.phase(STEP)

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.spec import DataSpec
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
@@ -22,10 +23,14 @@ STEP_TOKENS = 8192  # large steps: the tests pass through many slots in few step
 launches, generations = count(), count(1)
 
 
+def pool(num: int = 2, **settings: Any) -> TokenizerPool:
+    return TokenizerPool(num=num, **settings)
+
+
 @contextmanager
 def feeder(spec: DataSpec, **changes: Any) -> Iterator[tuple[Any, str]]:
     launch = f"launch-{next(launches)}"
-    options = {"num_tokenizers": 2, "replay_bytes": 1 << 20, **changes}
+    options = {"tokenizers": pool(), "replay_bytes": 1 << 20, **changes}
     actor = start_feeder(launch, spec, **options)
     try:
         yield actor, launch

@@ -47,6 +47,7 @@ from tests.data.feeding import (
     feeder,
     following,
     generations,
+    pool,
     train,
     view,
 )
@@ -318,7 +319,7 @@ def test_a_place_that_the_data_do_not_reproduce_is_refused_by_type(
     source = samples[10].cursor.sources["stdlib"]
     assert source.token > 0
     wrong = replace(samples[10].cursor, sources={"stdlib": replace(source, prefix_digest="0" * 16)})
-    with feeder(spec, num_tokenizers=1) as (actor, launch):
+    with feeder(spec, tokenizers=pool(1)) as (actor, launch):
         (feed,) = open_feeds((actor, launch), wrong)
         with raises(DataIdentityError, "resume.cursor_mismatch", "0000000000000000"):
             feed.get(following(wrong, 8), 0, 1, MICRO, wrong)
@@ -351,7 +352,7 @@ def test_skipped_documents_are_noted_once(tiny_config: TinyConfig, tmp_path: Pat
     changes = {"data.sources": [source], "data.on_bad_document": "skip", "data.fragment_bytes": 1 << 12}
     spec = prepare_data(parse_config(tiny_config({**changes, "data.window_bytes": 1 << 13})))
     # few slots per dataset: the stream goes on over the border between two datasets
-    with feeder(spec, slots_per_dataset=30) as (actor, launch):
+    with feeder(spec, tokenizers=pool(slots_per_dataset=30)) as (actor, launch):
         taken, cursor = train(open_feeds((actor, launch), Cursor()), Cursor(), None, num_samples=64)
         assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
         assert cursor.sources["bad"].bad_documents == 2
@@ -576,7 +577,7 @@ def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig,
     stream = list(open_samples(spec, Cursor(), SEQ_LEN))
     cursor = stream[-40].cursor
     assert cursor.sources["packed"].window > 3
-    with feeder(spec, num_tokenizers=1) as (actor, launch):
+    with feeder(spec, tokenizers=pool(1)) as (actor, launch):
         feeds = open_feeds((actor, launch), cursor)
         taken, _ = train(feeds, cursor, 1, num_samples=8)
         assert_stream(taken, stream[-39:-31])
@@ -601,7 +602,7 @@ def test_a_tokenizer_killed_in_the_middle_of_a_large_compressed_file_costs_no_sa
             os.kill(killed, signal.SIGKILL)
             eventually(lambda: killed not in tokenizer_pids(actor))
 
-    with feeder(spec, slots_per_dataset=24) as (actor, launch):
+    with feeder(spec, tokenizers=pool(slots_per_dataset=24)) as (actor, launch):
         taken, cursor = train(open_feeds((actor, launch), Cursor()), Cursor(), None, after_step=watch)
         assert cursor.sources["packed"].window > 24, "a second dataset was begun, in the middle of the file"
     assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
@@ -616,7 +617,7 @@ def test_a_specification_beyond_the_limit_of_what_a_class_may_hold_reaches_feede
     rows = tuple(FileRow(path="x" * 1_000_000, bytes=n, mtime_ns=0, probe="") for n in range(105))
     manifest = replace(plan.manifest, files=Files.of([*plan.manifest.files, *rows]))  # no block reaches these
     large = replace(spec, plans=(replace(plan, manifest=manifest),))
-    with feeder(large, num_tokenizers=1) as (actor, launch):
+    with feeder(large, tokenizers=pool(1)) as (actor, launch):
         feeds = open_feeds((actor, launch), Cursor())
         taken, cursor = train(feeds, Cursor(), 1)
         os.kill(stats_of(actor).pid, signal.SIGKILL)
@@ -632,7 +633,7 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     hog = holding_cpus(leaving=1)
     here = ray.get_runtime_context().get_node_id()
     # few slots per dataset: the next ones are read when all other CPUs have been taken for long
-    with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=100.0) as pair:
+    with feeder(spec, tokenizers=pool(1, node_id=here, slots_per_dataset=3), stall_s=100.0) as pair:
         taken, _ = train(open_feeds(pair, Cursor()), Cursor(), 36)
         assert stats_of(pair[0]).slots_taken > 2 * 3, "a third dataset was begun"
     assert_stream(taken, samples[: len(taken)])
@@ -646,8 +647,8 @@ def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
     ray.get(shared[0].close.remote())
     hog = holding_cpus(leaving=0)
     here = ray.get_runtime_context().get_node_id()
-    places = {"tokenizer_node": here, "tokenizer_cpus": 0.0}
-    with feeder(spec, num_tokenizers=2, slots_per_dataset=30, stall_s=100.0, **places) as pair:
+    beside = pool(node_id=here, cpus=0.0, slots_per_dataset=30)
+    with feeder(spec, tokenizers=beside, stall_s=100.0) as pair:
         taken, _ = train(open_feeds(pair, Cursor()), Cursor(), None)
     assert_stream(taken, samples)
     ray.kill(hog)

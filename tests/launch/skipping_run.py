@@ -57,7 +57,7 @@ class SkippingRun:
         said: list[str] = []
         looked = preview.look_before_start(self.store, job, spec, lambda: newest)
         assert not preview.reached(looked)
-        with attempt_claim.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
+        with attempt_claim.claimed(self.store, job, spec, newest, looked=looked) as (attempt, plan):
             starting.freeze(job, self.store.storage, spec, attempt)
             launch_report.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)

@@ -60,7 +60,7 @@ def older(
 def claim(run: Runner, plan: ResumePlan, **data: Any) -> Any:
     newest = newest_attempt(run.store)
     with attempt_claim.claimed(
-        run.store, run.config(**data), run.prepared(**data), newest, known=plan.damages
+        run.store, run.config(**data), run.prepared(**data), newest, looked=plan
     ) as (attempt, _):
         return attempt
 

@@ -25,6 +25,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
@@ -130,7 +131,7 @@ def test_steps_are_skipped_at_the_points_shape_and_all_that_follows_is_the_strea
     assert run.store.read_point(newest.point_name).cursor.skipped_samples == 8
     found = run.audit()
     assert found["exactly_once"], found["first_difference"]
-    events = RunViews(run.store).events(level=["data"])["rows"]
+    events = RunViews(run.store).events(EventFilter(levels=["data"]))["rows"]
     assert any("8 samples (256 tokens) after" in event["text"] for event in events)
 
 
@@ -205,7 +206,7 @@ def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: Skipping
     looked = preview.look_before_start(run.store, job(first), spec, lambda: 2)
     assert looked.drawn is not None
     assert looked.drawn.begin == run.store.read_point(first.point_name).cursor
-    with attempt_claim.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
+    with attempt_claim.claimed(run.store, job(second), spec, 2, looked=looked) as (attempt, _):
         assert attempt.skip is not None
     assert attempt.skip.begin == run.store.read_point(second.point_name).cursor
     assert attempt.skip.end.skipped_samples == 5

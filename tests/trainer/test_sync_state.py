@@ -16,7 +16,7 @@ from orchestrator.records.membership import GenerationView, ShardSource, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.comm.group import GenerationEnded, Group
-from orchestrator.trainer.state.sync_state import agree
+from orchestrator.trainer.state.sync_state import StateSources, sync_state
 from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
 from tests.ports import free_ports
@@ -64,7 +64,8 @@ def rank_main(rank: int, port: int, folder: Path, changed: int | None, heard: An
     ended = ""
     try:
         with Group.formed(view, store, CPU, WAIT_S, lambda: False) as group:
-            agree(group, state, "config", None, Storage(str(folder)), fault, warm=True)
+            sources = StateSources(files=Storage(str(folder)))
+            sync_state(group, state, "config", None, sources, fault, warm=True)
     except GenerationEnded as error:
         ended = str(error)
     heard.put((rank, state.key, state.digest(), ended))

@@ -23,6 +23,7 @@ from orchestrator.checkpoint.points.verify import POINTS
 from orchestrator.coordinator.attempt.attempt import Attempt, StartFindings
 from orchestrator.coordinator.attempt.forking import point_info, take_over
 from orchestrator.coordinator.attempt.resume_point_choice import (
+    StartData,
     choose_point,
     decide,
     kept_point,
@@ -102,7 +103,8 @@ def begin_launch(
     info = point_info(store, chosen.point, chosen.origin) if chosen.point else None
     here = sources_here(config, store.storage, info, seen.parents, seen.lineage)
     data, identity = read_as(config, data, here), run.identity
-    plan = decide(store, config, chosen.point, (identity, data.identity()), chosen.origin, data, asked, here)
+    start_data = StartData(identities=(identity, data.identity()), spec=data, sources=here)
+    plan = decide(store, config, chosen.point, start_data, asked, chosen.origin)
     plan = replace(plan, rewind=rewind_sentence(seen, config, chosen.point))
     if plan.action == "refuse":
         raise plan.refusal

@@ -6,7 +6,7 @@ This module reads and verifies points and writes nothing; `plan` uses it as a st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -163,25 +163,37 @@ def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Se
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartData:
+    """What is known of the data that a start would read.
+
+    `spec` are the job's data, as read according to `sources`. `identities` are those of run.json and of
+    `spec`. `epochs` is the known length of epochs of the data that the point was made with.
+    """
+
+    identities: tuple[RunIdentity, RunIdentity] | None = None
+    spec: DataSpec | None = None
+    sources: SourcesHere | None = None
+    epochs: KnownEpochs | None = None
+
+
 def decide(
     store: RunStore,
     config: JobConfig,
     point: Point | None,
-    identities: tuple[RunIdentity, RunIdentity] | None,
-    origin: Origin | None = None,
-    data: DataSpec | None = None,
+    start_data: StartData = StartData(),  # noqa: B008  frozen
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
-    here: SourcesHere | None = None,
-    epochs: KnownEpochs | None = None,
+    origin: Origin | None = None,
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point`; see `planning.resume.resume_plan.plan_resume`.
 
-    `data` are the job's, if known, as read according to `here`. `identities` are those of run.json and of
-    `data`. `epochs` is the known length of epochs of the data that the point was made with.
+    `origin`: the point is another run's, with which a fork begins.
     """
     from orchestrator.config.field_rules import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
 
+    identities, data, here = start_data.identities, start_data.spec, start_data.sources
+    epochs = start_data.epochs
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
     at_the_point = info

@@ -21,9 +21,9 @@ from orchestrator.data.feed.buffers import TOGETHER_BYTES, Admission, HeldStep
 from orchestrator.data.feed.feed_reports import FeederStats, FeedLog, FeedNotes, SignsOfWork
 from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.pipeline_thread import (
-    SLOTS_PER_DATASET,
     PipelineSettings,
     PipelineThreads,
+    TokenizerPool,
     num_pipeline_threads,
 )
 from orchestrator.data.feed.remote_feed import Reopen
@@ -63,12 +63,9 @@ class Feeder:
         self,
         launch: str,
         spec: bytes,
-        num_tokenizers: int,
+        tokenizers: TokenizerPool,
         replay_bytes: int,
         stall_s: float = STALL_S,
-        slots_per_dataset: int = SLOTS_PER_DATASET,
-        tokenizer_node: str | None = None,
-        tokenizer_cpus: float = 1.0,
         memory: MemoryShares | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,15 +73,12 @@ class Feeder:
         self._memory = memory
         self._launch, self._reference = launch, ray.cloudpickle.loads(spec)
         self._spec: DataSpec = ray.get(self._reference)
-        self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._num_tokenizers, self._replay_bytes, self._stall_s = tokenizers.num, replay_bytes, stall_s
         self._now, self._work = now, SignsOfWork(stall_s, now)
         self._threads = PipelineThreads(
             PipelineSettings(
                 spec=self._reference,
-                num_tokenizers=num_tokenizers,
-                slots_per_dataset=slots_per_dataset,
-                tokenizer_node=tokenizer_node,
-                tokenizer_cpus=tokenizer_cpus,
+                tokenizers=tokenizers,
                 limits=None if memory is None else memory.limits,
             )
         )

@@ -10,7 +10,7 @@ import ray
 from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.data.feed.feeder import STALL_S, Feeder
 from orchestrator.data.feed.memory import MemoryShares
-from orchestrator.data.feed.pipeline_thread import SLOTS_PER_DATASET
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.spec import DataSpec
 
 # The maximum number of concurrent calls of ranks and tokenizers.
@@ -26,20 +26,16 @@ def start_feeder(
     launch: str,
     spec: DataSpec,
     *,
-    num_tokenizers: int,
+    tokenizers: TokenizerPool,
     replay_bytes: int,
     stall_s: float = STALL_S,
-    slots_per_dataset: int = SLOTS_PER_DATASET,
-    tokenizer_node: str | None = None,
-    tokenizer_cpus: float = 1.0,
     memory: MemoryShares | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Creates the launch's feeder and returns its handle. The actor lives as long as the handle's owner.
 
-    `options`: more options for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node
-    lives. `tokenizer_cpus`: logical CPUs of each tokenizer; the feeder itself reserves none. `memory`: what
-    each part of the feed may hold; None: only the bounds of the data rules.
+    `options`: more options for Ray's `.options`. The feeder itself reserves no CPUs. `memory`: what each part
+    of the feed may hold; None: only the bounds of the data rules.
 
     `spec` is put into Ray's object store once. The feeder and every tokenizer read it from there and hold it
     in memory, so it must fit into both.
@@ -52,16 +48,7 @@ def start_feeder(
         "max_concurrency": MAX_CALLS,
         **(options or {}),
     }
-
-    arguments = (
-        num_tokenizers,
-        replay_bytes,
-        stall_s,
-        slots_per_dataset,
-        tokenizer_node,
-        tokenizer_cpus,
-        memory,
-    )
+    arguments = (tokenizers, replay_bytes, stall_s, memory)
     return ray.remote(FeederActor).options(**wanted).remote(launch, pinned(spec), *arguments)
 
 

@@ -30,16 +30,27 @@ _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerPool:
+    """The tokenizer processes of a feeder.
+
+    `node_id`: where they run while that node lives (None: anywhere). `cpus`: logical CPUs of each.
+    `slots_per_dataset`: they are started anew after this many slots.
+    """
+
+    num: int
+    node_id: str | None = None
+    cpus: float = 1.0
+    slots_per_dataset: int = SLOTS_PER_DATASET
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
-    """Settings of all pipelines of a feeder. `spec` is an object reference to the `DataSpec`. For the others,
+    """Settings of all pipelines of a feeder. `spec` is an object reference to the `DataSpec`. For `limits`,
     see `pipeline.read_chunks`.
     """
 
     spec: Any
-    num_tokenizers: int
-    slots_per_dataset: int
-    tokenizer_node: str | None
-    tokenizer_cpus: float
+    tokenizers: TokenizerPool
     limits: ProcessLimits | None
 
 
@@ -98,7 +109,7 @@ def read_pipeline(
         with paused_gc():
             from orchestrator.data.feed.pipeline import read_chunks
 
-        feeder, limit = ray.get_runtime_context().current_actor, settings.slots_per_dataset
+        feeder, limit = ray.get_runtime_context().current_actor, settings.tokenizers.slots_per_dataset
         for first in count(0, limit):  # the number of slots is not known in advance
             if not call(taker.goes_on(pipeline)):
                 return
@@ -107,9 +118,9 @@ def read_pipeline(
                 feeder,
                 pipeline,
                 range(first, first + limit),
-                settings.num_tokenizers,
-                settings.tokenizer_node,
-                settings.tokenizer_cpus,
+                settings.tokenizers.num,
+                settings.tokenizers.node_id,
+                settings.tokenizers.cpus,
                 settings.limits,
             )
             with closing(items):

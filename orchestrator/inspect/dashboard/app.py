@@ -41,6 +41,7 @@ from orchestrator.inspect.dashboard.auth import Door, Guard
 from orchestrator.inspect.dashboard.plans import Planner, WhatIf
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
 from orchestrator.inspect.dashboard.watch import EVERY_S, Closing, Watches
+from orchestrator.inspect.views.events import EventFilter
 from orchestrator.storage.files import Storage
 
 MOST = 10**12
@@ -149,8 +150,9 @@ def add_records(app: FastAPI, runs: Runs) -> None:
         limit: Limit = 100,
     ) -> Response:
         levels, kinds = ([each for each in text.split(",") if each] for text in (level, kind))
+        which = EventFilter(levels=levels, kinds=kinds, attempt=attempt, text=q, start=start, stop=stop)
         with runs.open(run).readable() as views:
-            return shown(views.events(levels, kinds, attempt, q, start, stop, offset, limit))
+            return shown(views.events(which, offset, limit))
 
     @app.get("/api/runs/{run}/events/{event}")
     def event(run: RunName, event: Annotated[str, InPath(max_length=60)]) -> Response:

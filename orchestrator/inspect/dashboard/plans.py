@@ -22,7 +22,13 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import point_info
-from orchestrator.coordinator.attempt.resume_point_choice import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.attempt.resume_point_choice import (
+    StartData,
+    choose_among,
+    decide,
+    rewind_text,
+    up_to,
+)
 from orchestrator.coordinator.attempt.skipping import skip_here
 from orchestrator.coordinator.attempt.source_resolution import SourcesHere, sources_here
 from orchestrator.data.code_process import reads_without_code
@@ -104,9 +110,10 @@ class Planner:
             data = self._look_at_data(job, here)
             events = facts.events(EventKind.ATTEMPT, EventKind.POINT_COMMITTED)
             epochs = find_known_epochs(store, parents, events, job)
-            found = decide(
-                store, job, point, data.identities, data=data.spec, skip=skip, here=here, epochs=epochs
+            start_data = StartData(
+                identities=data.identities, spec=data.spec, sources=here, epochs=epochs
             )
+            found = decide(store, job, point, start_data, skip)
             found = _completed(store, job, found, data, damages, refused, point)
             if data.spec is not None:
                 # not this machine's memory: the dashboard may run where no worker does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.redaction import redacted, redacted_text
@@ -171,36 +172,41 @@ _OWN = frozenset(
 Row = dict[str, Any]
 
 
-def events(
-    facts: Facts,
-    level: Collection[str] = (),
-    kind: Collection[str] = (),
-    attempt: int | None = None,
-    q: str = "",
-    start: float | None = None,
-    stop: float | None = None,
-    offset: int = 0,
-    limit: int = 100,
-) -> dict[str, Any]:
-    """A page of the events, newest first, of these levels and kinds (empty: all), whose text or kind contains
-    `q`, between two times. Raises `RefusedError` for an unknown level.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventFilter:
+    """Which events are shown: of these levels and kinds (empty: all), between two times, whose text or kind
+    contains `text`.
     """
-    if unknown := set(level) - set(LEVELS):
+
+    levels: Collection[str] = ()
+    kinds: Collection[str] = ()
+    attempt: int | None = None
+    text: str = ""
+    start: float | None = None
+    stop: float | None = None
+
+    def shows(self, row: Row) -> bool:
+        """Whether a row of the events is shown."""
+        words = self.text.lower()
+        low = -math.inf if self.start is None else self.start
+        high = math.inf if self.stop is None else self.stop
+        return (
+            (not self.levels or row["level"] in self.levels)
+            and (not self.kinds or row["kind"] in self.kinds)
+            and (self.attempt is None or row["attempt"] == self.attempt)
+            and low <= row["t"] <= high
+            and (not words or words in row["text"].lower() or words in row["kind"])
+        )
+
+
+def events(facts: Facts, which: EventFilter, offset: int = 0, limit: int = 100) -> dict[str, Any]:
+    """A page of the events of `which`, newest first. Raises `RefusedError` for an unknown level."""
+    if unknown := set(which.levels) - set(LEVELS):
         raise RefusedError(
             f"events have no level {sorted(unknown)[0]!r}; use {', '.join(LEVELS)}",
             code="command.unknown_level",
         )
-    words, low = q.lower(), -math.inf if start is None else start
-    high = math.inf if stop is None else stop
-    found = [
-        row
-        for row in _rows(facts)
-        if (not level or row["level"] in level)
-        and (not kind or row["kind"] in kind)
-        and (attempt is None or row["attempt"] == attempt)
-        and low <= row["t"] <= high
-        and (not words or words in row["text"].lower() or words in row["kind"])
-    ]
+    found = [row for row in _rows(facts) if which.shows(row)]
     counts: dict[str, int] = {}
     for row in _rows(facts):
         counts[row["level"]] = counts.get(row["level"], 0) + 1

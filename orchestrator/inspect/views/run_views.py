@@ -10,7 +10,7 @@ it is alive.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from orchestrator.inspect.views import (
     summary,
     timeline,
 )
+from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns
 from orchestrator.inspect.views.facts.facts import WATCH_S, Along, Facts, LifeWatch
@@ -382,17 +383,12 @@ class RunViews:
 
     def events(
         self,
-        level: Collection[str] = (),
-        kind: Collection[str] = (),
-        attempt: int | None = None,
-        q: str = "",
-        start: float | None = None,
-        stop: float | None = None,
+        which: EventFilter = EventFilter(),  # noqa: B008  frozen
         offset: int = 0,
         limit: int = 100,
     ) -> Document:
-        """A page of the events, newest first."""
-        return events.events(self._facts, level, kind, attempt, q, start, stop, offset, limit)
+        """A page of these events, newest first."""
+        return events.events(self._facts, which, offset, limit)
 
     def event(self, id_: str) -> Document:
         """One event with the fields of its line."""

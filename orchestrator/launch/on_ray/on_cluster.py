@@ -24,6 +24,7 @@ from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorActor
 from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
+from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.formation import GroupSize
@@ -214,10 +215,10 @@ def _start_feeder(
     feeder = start_feeder(
         attempt.launch,
         spec,
-        num_tokenizers=job.data.num_tokenizers,
+        tokenizers=TokenizerPool(
+            num=job.data.num_tokenizers, node_id=roomy, cpus=limits.tokenizer_cpus
+        ),
         replay_bytes=job.data.replay_bytes,
-        tokenizer_node=roomy,
-        tokenizer_cpus=limits.tokenizer_cpus,
         memory=memory_of(job, spec),
         options={"scheduling_strategy": here},
     )

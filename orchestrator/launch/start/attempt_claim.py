@@ -12,7 +12,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -47,9 +47,6 @@ from orchestrator.history.journal.journal_reader import journal_process
 from orchestrator.history.request_files import asker
 from orchestrator.launch.start.run_preparation import find_run
 from orchestrator.planning.resume.resume_plan import ResumePlan
-from orchestrator.planning.resume.skipping import Skip
-from orchestrator.planning.state.memory import ParallelChoice
-from orchestrator.records.points import Damage
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -67,18 +64,15 @@ def claimed(
     watched: int,
     fault_plan: str = "",
     process: Process | None = None,
-    command: str = "",
-    drawn: Skip | None = None,
-    parallel: ParallelChoice | None = None,
-    known: Sequence[Damage] = (),
+    looked: ResumePlan | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Creates the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch.
 
     See `coordinator.attempt.begin_launch`. Inside, this process keeps the attempt's heartbeat. `process` is
-    the process in whose name it claims, by default this one. `command` and `parallel` as in `Attempt`.
-    `drawn` is the skip that `look_before_start` drew. `known` as in `begin_launch`. `say` receives the
-    progress of a long reading.
+    the process in whose name it claims, by default this one. `looked` is the plan that `look_before_start`
+    made: the skip that it drew and the damages that it found are used. `say` receives the progress of a long
+    reading.
 
     Raises `BusyError` if another start was first. A failure before the attempt's journal begins ends the
     attempt. Afterwards the journal's writer records its end.
@@ -92,8 +86,9 @@ def claimed(
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
         each = ReadAtOnce(store.storage, say, "resume points that are marked as damaged")
+        drawn, known = (looked.drawn, looked.damages) if looked is not None else (None, ())
         attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
-        yield replace(attempt, command=command, parallel=parallel, code=code_of(job)), plan
+        yield replace(attempt, code=code_of(job)), plan
 
 
 @contextmanager

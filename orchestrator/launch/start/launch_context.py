@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
@@ -40,20 +41,14 @@ class LaunchContext:
     fault_plan: str = ""
     until_tokens: int | None = None
 
-    def claimed(self, watched: int) -> AbstractContextManager[tuple[Attempt, ResumePlan]]:
+    @contextmanager
+    def claimed(self, watched: int) -> Iterator[tuple[Attempt, ResumePlan]]:
         """Claims the attempt after `watched`; see `attempt_claim.claimed`."""
-        return claimed(
-            self.store,
-            self.job,
-            self.spec,
-            watched,
-            self.fault_plan,
-            command=self.command,
-            drawn=self.plan.drawn,
-            parallel=self.parallel,
-            known=self.plan.damages,
-            say=self.progress.say,
-        )
+        say = self.progress.say
+        with claimed(
+            self.store, self.job, self.spec, watched, self.fault_plan, looked=self.plan, say=say
+        ) as (attempt, plan):
+            yield replace(attempt, command=self.command, parallel=self.parallel), plan
 
     def say_beginning(self, attempt: Attempt, plan: ResumePlan, spec: DataSpec, num_workers: int) -> None:
         """Shows the start of an attempt of `num_workers`; `plan` and `spec` are those of the claim."""

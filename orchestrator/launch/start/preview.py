@@ -26,6 +26,7 @@ from orchestrator.coordinator.attempt.begin_launch import mark_damaged
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import fork_to_begin, point_info, read_parent_point
 from orchestrator.coordinator.attempt.resume_point_choice import (
+    StartData,
     choose_point,
     decide,
     kept_point,
@@ -128,7 +129,8 @@ def look_ahead(
     spec = read_as(job, spec, here)
     identities = (run.identity, spec.identity()) if run else None
     epochs = find_known_epochs(store, seen.parents, seen.journal.events, job)
-    found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
+    start_data = StartData(identities=identities, spec=spec, sources=here, epochs=epochs)
+    found = decide(store, job, point, start_data, asked)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     changes = code_changes(store, job, point.name if point is not None else None)
     notes = changes + _notes(store, job, seen, point, damages, fast)
@@ -238,7 +240,8 @@ def _look_at_fork(
     asked = skip_here(job, point.key)
     here = sources_here(job, other.storage, point_info(other, point))
     spec = read_as(job, spec, here)
-    found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
+    start_data = StartData(identities=(run.identity, spec.identity()), spec=spec, sources=here)
+    found = decide(other, job, point, start_data, asked)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
     changes = code_changes(store, job, None)

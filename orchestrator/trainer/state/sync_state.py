@@ -1,4 +1,4 @@
-"""Agrees on the state at the start of a generation (membership rules 1 to 5, 19).
+"""Synchronizes the state at the start of a generation (membership rules 1 to 5, 19).
 
 It decides which members keep their own state, which receive rows from others, and which load a point. The
 view defines the members and the parent state.
@@ -71,23 +71,33 @@ class Copies(Protocol):
         """Returns the bytes of each tensor of a shard that this member has listed as held."""
 
 
-def agree(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSources:
+    """Where rows that no member trains are read from.
+
+    `files` are those of a point. `copies`: the memory points of this member, if it keeps any. `loading` as in
+    `load_together`.
+    """
+
+    files: StateFiles
+    copies: Copies | None = None
+    loading: Loading = lambda done_bytes, num_bytes: None
+
+
+def sync_state(
     group: Group,
     state: TrainState,
     config_digest: str,
     prepared: Prepared | None,
-    files: StateFiles,
+    sources: StateSources,
     faults: Hook,
     warm: bool,
-    copies: Copies | None = None,
-    loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> bool:
     """Gives all members their rows of the parent's state, under this generation's key.
 
     The key is (attempt, generation, label).
 
-    `warm`: this member has done a step before. Returns whether all members have. `copies`: the memory points
-    of this member, if it keeps any. `loading` as in `load_together`.
+    `warm`: this member has done a step before. Returns whether all members have.
 
     Raises `GenerationEnded` if a collective fails or a copy differs from its source. The member then keeps
     its previous key and tensors, or is blank if it was about to receive into these tensors. Raises
@@ -102,12 +112,12 @@ def agree(
     if view.source_rank is not None:
         _check_holders(view, [bool(row[0]) for row in rows])
         committed = any(row[1] for row in rows)
-        _receive(group, state, holds, copies, faults)
+        _receive(group, state, holds, sources.copies, faults)
     else:
         committed = view.point is not None
         # a member that holds a shard here holds one of a state that cannot be put together
         needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
-        _from_storage(group, state, needy, files, faults, loading)
+        _from_storage(group, state, needy, sources, faults)
     key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
     cursor = state.cursor if view.cursor is None else view.cursor
     # A member that fails before this point still has its old key, or none, and learns from the next view what
@@ -143,9 +153,8 @@ def _from_storage(
     group: Group,
     state: TrainState,
     needy: Sequence[int],
-    files: StateFiles,
+    sources: StateSources,
     faults: Hook,
-    loading: Loading,
 ) -> None:
     view = group.view
     blank = view.rank in needy
@@ -154,6 +163,7 @@ def _from_storage(
         state.writable()
     if view.point is not None:
         half = _half(view, faults)
+        files, loading = sources.files, sources.loading
         load_together(group, state.items(), state.layout, needy, view.point, files, half, loading)
         if blank:
             state.filled()

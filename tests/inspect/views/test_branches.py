@@ -12,6 +12,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.branch.fork import take_over_and_end
 from orchestrator.launch.start import run_preparation as starting
@@ -73,7 +74,7 @@ def test_a_fork_that_has_not_trained_stands_where_the_other_run_stood(live: Live
     (row,) = views.points()["rows"]
     shown = ("consumed_tokens", "consumed_samples", "world_size", "global_batch_size", "seq_len", "state")
     assert [row[name] for name in shown] == [origin[name] for name in shown]
-    (claimed,) = [e["t"] for e in views.events(kind=["attempt"])["rows"]]
+    (claimed,) = [e["t"] for e in views.events(EventFilter(kinds=["attempt"]))["rows"]]
     assert abs(row["t"] - claimed) < 60
     summary = views.summary()
     progress = summary["progress"]
@@ -81,7 +82,7 @@ def test_a_fork_that_has_not_trained_stands_where_the_other_run_stood(live: Live
     assert (summary["point"]["t"], summary["risk"]["tokens"]) == (row["t"], 0)
     assert views.point(row["name"])["forked_from"]["point"] == point
     assert texts(views) == [f"Begun as a fork of run at {point}"]
-    assert views.events(kind=["attempt"])["rows"][0]["text"] == "The run begins as a fork"
+    assert views.events(EventFilter(kinds=["attempt"]))["rows"][0]["text"] == "The run begins as a fork"
 
 
 def test_a_fork_that_has_trained_keeps_the_facts_of_what_it_began_with(fork: LiveRun) -> None:

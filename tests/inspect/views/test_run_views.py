@@ -34,6 +34,7 @@ from orchestrator.inspect.status.point_rows import PointRow, point_rows
 from orchestrator.inspect.status.status_reader import SnapshotReader
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.views import points_table
+from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.goodput import PARTS, apportioned
 from orchestrator.inspect.views.incidents import happenings
 from orchestrator.inspect.views.run_snapshot import run_snapshot
@@ -433,7 +434,7 @@ def test_storage_that_fails_is_told_and_the_next_look_goes_on(live: LiveRun) -> 
         (lambda v: v.series(start=math.inf), "command.range_not_finite", "inf"),
         (lambda v: v.event("a0001:900"), "journal.unknown_event", "a0001:900"),
         (lambda v: v.event("../run.json"), "journal.unknown_event", "../run.json"),
-        (lambda v: v.events(level=["odd"]), "command.unknown_level", "'odd'"),
+        (lambda v: v.events(EventFilter(levels=["odd"])), "command.unknown_level", "'odd'"),
     ],
 )
 def test_names_that_there_are_not_are_refused(
@@ -547,9 +548,9 @@ def test_events_are_found_by_level_kind_attempt_text_and_time(live: LiveRun) -> 
     views = views_of(live.store)
     every = views.events(limit=500)["rows"]
     assert every == sorted(every, key=lambda row: -row["t"])
-    of_points = {row["kind"] for row in views.events(level=["point"])["rows"]}
+    of_points = {row["kind"] for row in views.events(EventFilter(levels=["point"]))["rows"]}
     assert of_points == {"point committed"}
-    assert {row["attempt"] for row in views.events(attempt=2)["rows"]} == {2}
-    assert [row["kind"] for row in views.events(q="IS RESUMED")["rows"]] == ["attempt"]
-    assert views.events(kind=["attempt"], limit=1)["total"] == 2
-    assert views.events(start=every[0]["t"] + 1)["rows"] == []
+    assert {row["attempt"] for row in views.events(EventFilter(attempt=2))["rows"]} == {2}
+    assert [row["kind"] for row in views.events(EventFilter(text="IS RESUMED"))["rows"]] == ["attempt"]
+    assert views.events(EventFilter(kinds=["attempt"]), limit=1)["total"] == 2
+    assert views.events(EventFilter(start=every[0]["t"] + 1))["rows"] == []
