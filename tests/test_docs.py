@@ -22,7 +22,7 @@ from orchestrator.cli.reference import reference
 from orchestrator.cluster.ray_state import NO_ERROR
 from orchestrator.config.field_rules import resume_table
 from orchestrator.config.loading import load_config
-from orchestrator.coordinator.machine.requests import Answered
+from orchestrator.coordinator.machine.requests import RequestAnswer
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claims.claim_files import AttemptEnd
@@ -269,7 +269,7 @@ def test_every_event_that_the_code_journals_has_the_fields_of_its_kind() -> None
     # the fields of a value of its own are not written out
     values = {EventKind.GROUP_FORMED, EventKind.REQUEST_ANSWERED}
     assert {kind for _, kind, names in written if names is None} == values
-    assert {field.name for field in fields(Answered)} == EventKind.REQUEST_ANSWERED.fields
+    assert {field.name for field in fields(RequestAnswer)} == EventKind.REQUEST_ANSWERED.fields
     assert {kind for _, kind, _ in written} == set(EventKind)
 
 

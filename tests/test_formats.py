@@ -37,8 +37,8 @@ from orchestrator.history.request_files import RequestFiles
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode
-from orchestrator.launch.branch.point_query import Wanted, find
-from orchestrator.launch.replay.step_replay import History
+from orchestrator.launch.branch.point_query import PointQuery, find
+from orchestrator.launch.replay.step_replay import ReplayHistory
 from orchestrator.records.points import FileEntry
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
@@ -260,8 +260,8 @@ def test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_
         lambda: choose_point(store, seen, "latest"),
         lambda: choose_point(store, seen, "latest", fast=True),
         lambda: choose_point(store, seen, NEWEST),
-        lambda: find(store, survey(store), Wanted(point="latest")),
-        lambda: History(store, Wanted(step=10)),
+        lambda: find(store, survey(store), PointQuery(point="latest")),
+        lambda: ReplayHistory(store, PointQuery(step=10)),
         run.list_points,
         run.verify,
     ]

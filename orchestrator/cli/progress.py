@@ -13,7 +13,7 @@ from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
 from orchestrator.inspect.audit.audit_run import AuditProgress, NoAuditProgress
-from orchestrator.inspect.status.verifying import HEALTH, Progress
+from orchestrator.inspect.status.verifying import HEALTH, VerifyProgress
 
 EVERY_S = 10.0  # between two lines
 _MANY = 1e6
@@ -80,7 +80,7 @@ def show_audit_progress(quiet: bool = False) -> Iterator[AuditProgress]:
         yield Bar()
 
 
-class _VerifyLines(Progress):
+class _VerifyLines(VerifyProgress):
     """Prints a line per point, if there is more than one, and every few seconds one with the bytes read."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _VerifyLines(Progress):
 
 
 @contextmanager
-def show_verify_progress() -> Iterator[Progress]:
+def show_verify_progress() -> Iterator[VerifyProgress]:
     """The receiver of `verify`'s progress."""
     if not sys.stderr.isatty():
         yield _VerifyLines()
@@ -126,7 +126,7 @@ def show_verify_progress() -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
 
-        class Bar(Progress):
+        class Bar(VerifyProgress):
             """The bar of all points."""
 
             @override

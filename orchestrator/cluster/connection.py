@@ -68,7 +68,7 @@ _HELPERS = (ray_inventory.LOG_MONITOR, ray_inventory.MONITOR, ray_inventory.API_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class ClusterNode:
     """A live node: its free resources now, and its total. Bytes are 0 if Ray does not report them. `grace_s`:
     the seconds until it is taken away (inf: when it is idle); None: it stays.
     """
@@ -301,7 +301,7 @@ def starts_local_ray(config: JobConfig) -> bool:
     return not (ray is not None and ray.is_initialized()) and not address_of(config)
 
 
-def nodes() -> tuple[Node, ...]:
+def nodes() -> tuple[ClusterNode, ...]:
     """The live nodes, the head first, then by id."""
     import ray
 
@@ -310,7 +310,7 @@ def nodes() -> tuple[Node, ...]:
     rows = [row for row in ray.nodes() if row["Alive"]]  # type: ignore[no-untyped-call]
     free = _free([(row["NodeID"], row["Resources"]) for row in rows])
     found = [
-        Node(
+        ClusterNode(
             node_id=row["NodeID"],
             host=row["NodeManagerAddress"],
             is_head=head is not None and head[0] in row["Resources"],

@@ -13,7 +13,7 @@ from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.node_local.node_folder import Nodes
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine, LaunchTerms
-from orchestrator.elastic.failure import STORAGE_LIMIT_S, FailureBudget, StorageTrouble
+from orchestrator.elastic.failure import STORAGE_LIMIT_S, FailureBudget, StorageOutage
 from orchestrator.elastic.formation import GroupSize, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 
@@ -68,7 +68,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
     return LaunchMachine(
         rendezvous,
         FailureBudget(start.max_failures, earlier.failures, attempt.step_label),
-        StorageTrouble(start.storage_limit_s),
+        StorageOutage(start.storage_limit_s),
         LaunchTerms(
             budgets=attempt.budgets, stop_by=start.stop_by, sharded=start.sharded, fixed=start.fixed
         ),

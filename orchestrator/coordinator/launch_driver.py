@@ -37,10 +37,10 @@ from orchestrator.coordinator.machine.launch_actions import (
     Say,
     Warn,
 )
-from orchestrator.coordinator.pending_calls import GenerationEnds, News, OpenJoins
+from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
-from orchestrator.elastic.roster import Cause, Roster
+from orchestrator.elastic.roster import GenerationCause, Roster
 from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
@@ -95,7 +95,7 @@ class LaunchDriver(CommitListener):
         self.roster = Roster(start.size.max_workers, attempt.earlier.members, attempt.why)
         # the supervisor itself has seen what the first attempt's start found
         restarted = attempt.number != start.attempt.number
-        self.news = News(map(str, attempt.found.unreadable if restarted else ()))
+        self.news = EventFeed(map(str, attempt.found.unreadable if restarted else ()))
         committer = PointCommitter(
             store,
             journal,
@@ -168,10 +168,10 @@ class LaunchDriver(CommitListener):
                     self.journal.event(action.kind, **action.fields)
                 case Kill():
                     self.news.kill(action.member)
-                    self.roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
+                    self.roster.gone(action.member.member, sentences.UNRESPONSIVE, GenerationCause.LEFT_OUT)
                 case Leave():
                     self.joins.answer(action.member, RunOver(reason=sentences.DRAINED))
-                    self.roster.gone(action.member, sentences.DRAINED, Cause.NODE_DRAINED)
+                    self.roster.gone(action.member, sentences.DRAINED, GenerationCause.NODE_DRAINED)
                 case Warn():
                     await self.warned(action.text)
                 case Say():
@@ -222,7 +222,7 @@ class LaunchDriver(CommitListener):
         While storage fails it retries, until the launch machine ends the run.
         """
         for member in self.machine.leavers(formation):
-            self.roster.gone(member, sentences.DRAINED, Cause.NODE_DRAINED)
+            self.roster.gone(member, sentences.DRAINED, GenerationCause.NODE_DRAINED)
         cause = self.roster.cause(formation.members)
         self.journal.generation(_journalled(formation, self._start, self._attempt, cause))
         while not await self.flush():
@@ -268,7 +268,9 @@ class LaunchDriver(CommitListener):
 
     async def died(self, member: str, why: str) -> None:
         """The process of `member` is gone."""
-        self.roster.gone(member, why, Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST)
+        self.roster.gone(
+            member, why, GenerationCause.NODE_LOST if why == NODE_DIED else GenerationCause.WORKER_LOST
+        )
         await self.carry_out(self.machine.dead(member, why, time.monotonic()))
         self.joins.forget(member)
         self._wake.set()
@@ -399,7 +401,7 @@ class LaunchDriver(CommitListener):
 
 
 def _journalled(
-    formation: Formation, start: CoordinatorStart, attempt: Attempt, cause: Cause
+    formation: Formation, start: CoordinatorStart, attempt: Attempt, cause: GenerationCause
 ) -> GenerationStart:
     cursor, layout = formation.cursor or Cursor(), attempt.layout(len(formation.members))
     return GenerationStart(

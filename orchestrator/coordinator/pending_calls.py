@@ -70,7 +70,7 @@ class GenerationEnds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unheard:
+class NewEvents:
     """Everything after some version, in order. The fields are named as in `RunStatus`."""
 
     left_out: tuple[MemberInfo, ...]
@@ -79,7 +79,7 @@ class Unheard:
     changes: tuple[GroupChange, ...]
 
 
-class News:
+class EventFeed:
     """Messages with versions. Each one belongs to the next version (`publish`), and is returned only for that
     one.
 
@@ -111,10 +111,10 @@ class News:
         """Adds a formed generation, and how it differs from the previous one."""
         self._changes.append((self.version + 1, change))
 
-    def since(self, version: int) -> Unheard:
+    def since(self, version: int) -> NewEvents:
         """Returns everything after `version`, the newest that was seen."""
         new = range(version + 1, self.version + 1)
-        return Unheard(
+        return NewEvents(
             left_out=tuple(member for at, member in self._kills if at in new),
             warnings=tuple(text for at, text in self._warnings if at in new),
             notices=tuple(text for at, text in self._notices if at in new),

@@ -43,7 +43,7 @@ Over = TypeVar("Over")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Later:
+class DeferredCall:
     """A call of the supervisor, stored until the coordinator has begun."""
 
     call: Callable[..., Awaitable[None]]
@@ -96,7 +96,7 @@ def _now_or_later(
     async def gated(self: CoordinatorProcess, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self._coordinator is not None:
             await call(self._coordinator, *args, **kwargs)
-        elif (later := Later(call=call, args=args, kwargs=kwargs)) not in self._later:
+        elif (later := DeferredCall(call=call, args=args, kwargs=kwargs)) not in self._later:
             self._later.append(later)
 
     return gated
@@ -130,7 +130,7 @@ class CoordinatorProcess:
         self._over: Exception | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._tried_at = 0.0
-        self._later: list[Later] = []
+        self._later: list[DeferredCall] = []
         self._warnings: list[str] = []
         self._num_heard = 0  # the number of warnings that the supervisor has seen
         self._changed = asyncio.Event()

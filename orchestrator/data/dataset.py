@@ -58,9 +58,9 @@ from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.resume.source_lists import (
     FIRST,
-    Reading,
     SourceLists,
-    Wanted,
+    SourceReading,
+    SourceRequest,
     first_sources,
     next_sources,
     order_of,
@@ -76,7 +76,7 @@ __all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained",
 
 
 def prepare_data(
-    config: JobConfig, storage: Storage | None = None, reading: Reading | None = None
+    config: JobConfig, storage: Storage | None = None, reading: SourceReading | None = None
 ) -> DataSpec:
     """The data of a job.
 
@@ -98,11 +98,11 @@ def prepare_data(
     return _from_frozen(config, settings, storage, frozen, reading or _unread(config, frozen))
 
 
-def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
+def _unread(config: JobConfig, frozen: FrozenData) -> SourceReading:
     """How a job reads frozen data of which nothing was trained yet."""
-    first = first_sources(Wanted(names=tuple(frozen.manifests)))
+    first = first_sources(SourceRequest(names=tuple(frozen.manifests)))
     free = {source.name: 1 for source in config.data.sources}
-    return Reading(sources=next_sources(first, Cursor(), wanted_of(config), free))
+    return SourceReading(sources=next_sources(first, Cursor(), wanted_of(config), free))
 
 
 def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
@@ -119,7 +119,7 @@ def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLi
     if frozen is None:
         return prepare_data(config)
     facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
-    sources = sources or first_sources(Wanted(names=tuple(frozen.manifests)))
+    sources = sources or first_sources(SourceRequest(names=tuple(frozen.manifests)))
     paths = {source.name: source.path for source in config.data.sources}
     found = {each.name: _trained_lists(storage, frozen, each, paths.get(each.name)) for each in sources}
     lists = {name: of for name, (of, _) in found.items()}
@@ -254,7 +254,7 @@ def _frozen_list(storage: Storage, frozen: FrozenData, source: str, version: str
 
 
 def _from_frozen(
-    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData, reading: Reading
+    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData, reading: SourceReading
 ) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
     refs = find_transforms(config)  # the comparison of identities checks that they are the run's

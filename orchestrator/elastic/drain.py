@@ -27,7 +27,7 @@ _KEPT = 3
 _RETRIES = Backoff(first_s=5.0, most_s=320.0)
 
 
-class Course(StrEnum):
+class DrainCourse(StrEnum):
     """What the group does about nodes that are about to go. The values are stored in journals."""
 
     STAY = "stay"  # too few workers elsewhere: trains while there is time
@@ -36,7 +36,7 @@ class Course(StrEnum):
     SAVE = "save"  # a save hardly fits: it is started, but not waited for
 
 
-_LEAVING = (Course.LEAVE, Course.SAVE_AND_LEAVE)
+_LEAVING = (DrainCourse.LEAVE, DrainCourse.SAVE_AND_LEAVE)
 
 
 class SaveTimes:
@@ -76,7 +76,7 @@ def fits(grace_s: float, save_s: float | None, step_s: float) -> bool:
 
 def choose(
     *, grace_s: float, save_s: float | None, step_s: float, needs_save: bool, enough_elsewhere: bool
-) -> Course:
+) -> DrainCourse:
     """Chooses the course with `grace_s` left (inf: the nodes go when they are idle).
 
     `needs_save`: workers elsewhere may not hold the whole state. `enough_elsewhere`: they are as many as the
@@ -85,14 +85,14 @@ def choose(
     """
     late_s = math.inf if save_s is None else _LATE_FACTOR * time_to_leave_s(save_s, step_s)
     if not enough_elsewhere and (math.isinf(grace_s) or grace_s > late_s):
-        return Course.STAY
+        return DrainCourse.STAY
     if not needs_save:
-        return Course.LEAVE
-    return Course.SAVE_AND_LEAVE if fits(grace_s, save_s, step_s) else Course.SAVE
+        return DrainCourse.LEAVE
+    return DrainCourse.SAVE_AND_LEAVE if fits(grace_s, save_s, step_s) else DrainCourse.SAVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class GroupPlacement:
     """Where the members of the running generation are.
 
     `leaving`: the nodes of the members on draining nodes. `num_elsewhere`: the number of the other members.
@@ -103,10 +103,10 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
+class DrainDecision:
     """A course was chosen. `grace_s` is the time that `nodes` had left."""
 
-    course: Course
+    course: DrainCourse
     nodes: tuple[str, ...]
     grace_s: float
     save_s: float | None
@@ -124,7 +124,7 @@ class Draining:
         """`sharded`: no member holds the whole state, according to the configuration."""
         self._sharded, self._min = sharded, min_workers
         self._deadlines: dict[str, float] = {}
-        self._course: Course | None = None
+        self._course: DrainCourse | None = None
         self._for: tuple[str, ...] = ()  # the nodes that the course was chosen for
         self._until = math.inf
         self._not_before, self._retry_s = -math.inf, 0.0
@@ -135,7 +135,7 @@ class Draining:
         return self._deadlines
 
     @property
-    def course(self) -> Course | None:
+    def course(self) -> DrainCourse | None:
         """The current course; None: none."""
         return self._course
 
@@ -145,7 +145,9 @@ class Draining:
         self._deadlines[node] = deadline
         return new
 
-    def decide(self, placed: Placed, save_s: float | None, step_s: float, now: float) -> Decided | None:
+    def decide(
+        self, placed: GroupPlacement, save_s: float | None, step_s: float, now: float
+    ) -> DrainDecision | None:
         """Returns the course chosen now; None while the previous one is still valid."""
         if not placed.leaving:
             self._end()
@@ -153,7 +155,7 @@ class Draining:
         nodes = tuple(sorted(set(placed.leaving)))
         if self._course in _LEAVING or now < self._not_before:
             return None
-        if self._course is Course.SAVE and set(nodes) <= set(self._for):
+        if self._course is DrainCourse.SAVE and set(nodes) <= set(self._for):
             return None
         grace_s = min(self._deadlines[node] for node in nodes) - now
         course = choose(
@@ -167,7 +169,7 @@ class Draining:
         self._course, self._for = course, nodes
         limit_s = 2 * step_s + max(HOLD_LIMIT_S, 2 * (save_s or 0.0))
         self._until = now + min(limit_s, grace_s) if course in _LEAVING else math.inf
-        return None if same else Decided(course=course, nodes=nodes, grace_s=grace_s, save_s=save_s)
+        return None if same else DrainDecision(course=course, nodes=nodes, grace_s=grace_s, save_s=save_s)
 
     def in_time(self, save_s: float | None, step_s: float, now: float) -> bool:
         """Whether a save that is requested now will be committed before the course's nodes go.
@@ -287,7 +289,7 @@ class NodeDrain:
             if m not in group.gone and m in current.requests
         )
 
-    def placed(self, group: MembershipState) -> Placed:
+    def placed(self, group: MembershipState) -> GroupPlacement:
         """Counts the members of the running generation, and waiting ones with a state, by place.
 
         Newcomers elsewhere are counted, too.
@@ -297,7 +299,7 @@ class NodeDrain:
         there = {m: r for m, r in inside.items() if current and m in current.members and m not in gone}
         there |= {m: a.request for m, a in group.waiting.items()}
         leaving = [r for r in there.values() if r.node_id in self.nodes]
-        return Placed(
+        return GroupPlacement(
             leaving=tuple(r.node_id for r in leaving if r.member in inside or holds_any(r)),
             num_elsewhere=len(there) - len(leaving),
         )

@@ -1,7 +1,7 @@
 """Limits how long a run continues although something fails repeatedly.
 
 `FailureBackoff` limits failed generations, `FailureBudget` failures without a finished step between them
-(`cluster.max_failures`), and `StorageTrouble` the time for which storage fails. They use only counts and
+(`cluster.max_failures`), and `StorageOutage` the time for which storage fails. They use only counts and
 times. The journal stores what a restarted coordinator needs: each failure with the step after which it
 occurred, and the newest step.
 """
@@ -171,7 +171,7 @@ AGAIN_S = 0.5  # between two attempts
 STORAGE_LIMIT_S = 300.0
 
 
-class StorageTrouble:
+class StorageOutage:
     """When a storage failure began, and its reason. All times are seconds of one monotonic clock."""
 
     def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training continues") -> None:
@@ -227,7 +227,7 @@ def until_storage_works(
     Raises a `StorageError` with the duration of the failure once that reaches `limit_s`. `tell` is called at
     the first failure, and when storage works again.
     """
-    trouble = StorageTrouble(limit_s, meanwhile)
+    trouble = StorageOutage(limit_s, meanwhile)
     while True:
         began = time.monotonic()
         try:

@@ -1,6 +1,6 @@
 """The values of the rendezvous: its settings, its answers to a join, its decisions, and generations.
 
-`StandingRequests` are repeated to every generation at its next step boundary until they are done.
+`PendingRequests` are repeated to every generation at its next step boundary until they are done.
 """
 
 from __future__ import annotations
@@ -228,18 +228,18 @@ NOTHING = ControlRequests(ended=False, save=False, stop=False, reform=False, ack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StandingRequests:
+class PendingRequests:
     """`stop`: save and stop. `save`: the name of the requested save. `saves_done`: those that have begun."""
 
     stop: bool = False
     save: str | None = None
     saves_done: frozenset[str] = frozenset()
 
-    def on_save(self, request: str) -> StandingRequests:
+    def on_save(self, request: str) -> PendingRequests:
         """Requests a save as `request`. One that has begun is not started again."""
         return self if request in self.saves_done else replace(self, save=request)
 
-    def on_save_answered(self, request: str) -> StandingRequests:
+    def on_save_answered(self, request: str) -> PendingRequests:
         """The save requested as `request` has begun."""
         save = None if self.save == request else self.save
         return replace(self, save=save, saves_done=self.saves_done | {request})

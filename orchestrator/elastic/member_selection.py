@@ -62,7 +62,7 @@ def _generations_of(request: JoinRequest) -> set[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class MemberSelection:
     """The chosen `members`. `unreached` would be among them, but some of the others did not reach them (rule
     18).
     """
@@ -79,7 +79,7 @@ def choose(
     *,
     max_workers: int,
     now: float,
-) -> Choice:
+) -> MemberSelection:
     """Chooses members from `requests`: none that has to wait, and at most the maximum.
 
     Members that together hold the newest state come first, then the members of the current generation, then
@@ -102,7 +102,7 @@ def choose(
         )
     )
     kept = _reaching(allowed, state)
-    return Choice(
+    return MemberSelection(
         members=tuple(r for r in allowed if r.member in kept)[:max_workers],
         unreached=tuple(r for r in allowed if r.member not in kept),
     )

@@ -22,7 +22,7 @@ from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Continued:
+class Continuation:
     """What a generation continues: the state `parent` (None: from nothing).
 
     The member `source` has some or all of it, or else the point `point` has.
@@ -35,23 +35,23 @@ class Continued:
 
 def continued(
     requests: Sequence[JoinRequest], states: ParentStateSelection, current: Generation | None
-) -> Continued:
+) -> Continuation:
     """Returns the newest state (rule 1) of these members and the newest point.
 
     The source is a member that trains the state if there is one, else any member that has a part of it.
     """
     parent, point = states.newest(requests)
     if parent is None or point is not None:
-        return Continued(parent=parent, source=None, point=point)
+        return Continuation(parent=parent, source=None, point=point)
     holders = {r.member for r in requests if r.key == parent} or {
         h.member for h in held_by_all(requests) if h.key == parent
     }
-    return Continued(parent=parent, source=_by_rank(holders, None, current)[0], point=None)
+    return Continuation(parent=parent, source=_by_rank(holders, None, current)[0], point=None)
 
 
 def next_formation(
     chosen: Sequence[JoinRequest],
-    what: Continued,
+    what: Continuation,
     states: ParentStateSelection,
     current: Generation | None,
     *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from orchestrator.elastic.drain import NodeDrain, Placed
+from orchestrator.elastic.drain import GroupPlacement, NodeDrain
 from orchestrator.elastic.failure import FailureBackoff
 from orchestrator.elastic.formation import (
     NOTHING,
@@ -21,15 +21,21 @@ from orchestrator.elastic.formation import (
     Ignored,
     JoinAnswer,
     NewestPoint,
+    PendingRequests,
     PreviousGeneration,
     RendezvousSettings,
-    StandingRequests,
     StopRun,
     Waiting,
 )
 from orchestrator.elastic.member_selection import choose, newest_left, refusal, too_few, worth_interrupting
 from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
-from orchestrator.elastic.next_formation import Continued, continued, next_formation, view_of, view_of_first
+from orchestrator.elastic.next_formation import (
+    Continuation,
+    continued,
+    next_formation,
+    view_of,
+    view_of_first,
+)
 from orchestrator.elastic.state_selection import ParentStateSelection, held_by_all, holds_any
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.records.cursor import Cursor
@@ -81,7 +87,7 @@ class Rendezvous:
         self._short_since: float | None = None
         self._saved_below = False  # the state of the survivors below the minimum was saved, or is being saved
         self._reform = False
-        self._asked = StandingRequests()
+        self._asked = PendingRequests()
         self._drain = NodeDrain()
         self._stopped: str | None = None
 
@@ -380,7 +386,7 @@ class Rendezvous:
         return tuple(r.member for r in self._group.requests if r.node_id in self._drain.nodes)
 
     @property
-    def placed(self) -> Placed:
+    def placed(self) -> GroupPlacement:
         """Where the members are; see `NodeDrain.placed`."""
         return self._drain.placed(self._group)
 
@@ -492,11 +498,11 @@ class Rendezvous:
             self._group.forgive(request.member)
         return choice.members
 
-    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continuation:
         """Returns what a generation of these members continues."""
         return continued(requests, self._states, self._group.current)
 
-    def _form(self, chosen: Sequence[JoinRequest], what: Continued, save_only: bool) -> Form:
+    def _form(self, chosen: Sequence[JoinRequest], what: Continuation, save_only: bool) -> Form:
         formation = next_formation(
             chosen,
             what,

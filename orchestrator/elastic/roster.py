@@ -1,7 +1,7 @@
 """Tracks the members of the training group, its losses, and the cause of each generation, for reports.
 
-Pure bookkeeping: the rendezvous makes the decisions. Charts and lists of a run group by `Cause`. The
-sentences for people are in `history.sentences`. Times are seconds of one monotonic clock.
+Pure bookkeeping: the rendezvous makes the decisions. Charts and lists of a run group by `GenerationCause`.
+The sentences for people are in `history.sentences`. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.records.membership import JoinRequest
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss, MemberInfo
 
 
-class Cause(StrEnum):
+class GenerationCause(StrEnum):
     """The values are stored in the journals of runs and must not change. Readers ignore unknown ones."""
 
     START = "start"  # the first generation of a run's first attempt
@@ -31,16 +31,25 @@ class Cause(StrEnum):
     RE_FORMED = "re-formed"  # no member was lost or joined: connections broke, or a save was given up
 
 
-_LOSSES = (Cause.NODE_LOST, Cause.LEFT_OUT, Cause.WORKER_LOST, Cause.NODE_DRAINED)
+_LOSSES = (
+    GenerationCause.NODE_LOST,
+    GenerationCause.LEFT_OUT,
+    GenerationCause.WORKER_LOST,
+    GenerationCause.NODE_DRAINED,
+)
 
 
-def first_cause(why: str) -> Cause:
+def first_cause(why: str) -> GenerationCause:
     """Returns the cause of an attempt's first generation. `why` is from the attempt's claim."""
-    known = {RESTARTED: Cause.COORDINATOR_RESTARTED, RESUME: Cause.RESUME, REWIND: Cause.REWIND}
-    return known.get(why, Cause.START)
+    known = {
+        RESTARTED: GenerationCause.COORDINATOR_RESTARTED,
+        RESUME: GenerationCause.RESUME,
+        REWIND: GenerationCause.REWIND,
+    }
+    return known.get(why, GenerationCause.START)
 
 
-def next_cause(lost: Collection[Cause], joined: bool, storage_failed: bool) -> Cause:
+def next_cause(lost: Collection[GenerationCause], joined: bool, storage_failed: bool) -> GenerationCause:
     """Returns the cause of a later generation.
 
     `lost` has the cause of each loss since the previous generation. A member that was lost with its node
@@ -50,8 +59,8 @@ def next_cause(lost: Collection[Cause], joined: bool, storage_failed: bool) -> C
         if cause in lost:
             return cause
     if joined:
-        return Cause.WORKER_JOINED
-    return Cause.STORAGE if storage_failed else Cause.RE_FORMED
+        return GenerationCause.WORKER_JOINED
+    return GenerationCause.STORAGE if storage_failed else GenerationCause.RE_FORMED
 
 
 class Roster:
@@ -69,10 +78,10 @@ class Roster:
         self._ranks = {info.member: rank for rank, info in enumerate(previous)}
         self._stepped_at: dict[str, float] = {}  # members that trained before -> end of their last step
         self._lost: dict[str, Loss] = {}
-        self._causes: dict[str, Cause] = {}  # of lost members
+        self._causes: dict[str, GenerationCause] = {}  # of lost members
         self._nodes: dict[str, str] = {}  # member -> node
         self._storage_failed = False
-        self._first: Cause | None = first_cause(why)  # until a generation was formed
+        self._first: GenerationCause | None = first_cause(why)  # until a generation was formed
         self._reason = ""
         self._formed_at = -math.inf  # of the newest generation; unknown for one before this coordinator
 
@@ -91,7 +100,7 @@ class Roster:
             self._stepped_at[request.member] = now - request.idle_s
             self._reason = self._reason or request.reason
 
-    def gone(self, member: str, reason: str, cause: Cause = Cause.WORKER_LOST) -> None:
+    def gone(self, member: str, reason: str, cause: GenerationCause = GenerationCause.WORKER_LOST) -> None:
         """A member ended unexpectedly. The first reason is kept."""
         if member in self._places and member not in self._lost:
             self._lost[member] = Loss(worker=self._named(member), reason=reason)
@@ -102,13 +111,13 @@ class Roster:
         """The cluster has lost a node. Members that were lost on it were lost with it."""
         for member in self._lost:
             if self._nodes.get(member) == node:
-                self._causes[member] = Cause.NODE_LOST
+                self._causes[member] = GenerationCause.NODE_LOST
 
     def storage_failed(self, failed: bool) -> None:
         """Records whether the newest save was given up because a write failed."""
         self._storage_failed = failed
 
-    def cause(self, members: Sequence[str]) -> Cause:
+    def cause(self, members: Sequence[str]) -> GenerationCause:
         """Returns why a generation of these members is about to be formed."""
         if self._first is not None:
             return self._first

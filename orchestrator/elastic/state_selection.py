@@ -16,7 +16,7 @@ from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class ShardHolding:
     """`member` can give shard `shard` of the `num_shards` of the state `key`; see `HeldShard`."""
 
     member: str
@@ -36,7 +36,7 @@ class CompleteState:
     """
 
     key: StateKey
-    holders: tuple[tuple[Holding, ...], ...]
+    holders: tuple[tuple[ShardHolding, ...], ...]
 
     @property
     def cursor(self) -> Cursor | None:
@@ -88,7 +88,7 @@ class CompleteState:
         return tuple(chosen)
 
 
-def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> CompleteState | None:
+def newest_complete(holdings: Iterable[ShardHolding], floor: StateKey | None) -> CompleteState | None:
     """Returns the newest state of which every shard is held.
 
     Returns None if no state is complete, or if `floor`, the newest committed point, has a greater key; then
@@ -99,7 +99,7 @@ def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> Comp
     step's record. A received shard counts by itself: it is a state of the history under a newer name. A key
     belongs to one generation, and so has one number of shards.
     """
-    by_key: dict[StateKey, list[Holding]] = {}
+    by_key: dict[StateKey, list[ShardHolding]] = {}
     for holding in holdings:
         by_key.setdefault(holding.key, []).append(holding)
     for key in sorted(by_key, reverse=True):
@@ -111,14 +111,14 @@ def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> Comp
     return None
 
 
-def complete(holdings: Sequence[Holding]) -> CompleteState | None:
+def complete(holdings: Sequence[ShardHolding]) -> CompleteState | None:
     """Returns the state that `holdings` of one key form; None if a shard is missing."""
     sizes = {h.num_shards for h in holdings}
     assert len(sizes) == 1, (
         f"{holdings[0].key} is held as shards of {sorted(sizes)}; a generation has one number of shards"
     )
     summed = any(h.source is Source.LIVE for h in holdings)
-    holders: list[list[Holding]] = [[] for _ in range(sizes.pop())]
+    holders: list[list[ShardHolding]] = [[] for _ in range(sizes.pop())]
     for holding in holdings:
         if holding.source is not Source.PREPARED or summed:
             holders[holding.shard].append(holding)
@@ -130,7 +130,7 @@ def complete(holdings: Sequence[Holding]) -> CompleteState | None:
     )
 
 
-def held_by(request: JoinRequest) -> tuple[Holding, ...]:
+def held_by(request: JoinRequest) -> tuple[ShardHolding, ...]:
     """Returns everything that a member can give.
 
     A member that names no shards has the whole of its state, as under replicate, and of the step it prepared.
@@ -141,7 +141,7 @@ def held_by(request: JoinRequest) -> tuple[Holding, ...]:
         if request.prepared is not None:
             held = (*held, _whole(request.prepared, Source.PREPARED, None))
     return tuple(
-        Holding(
+        ShardHolding(
             member=request.member,
             key=h.key,
             shard=h.shard,
@@ -158,12 +158,12 @@ def holds_any(request: JoinRequest) -> bool:
     return request.key is not None or bool(request.holdings)
 
 
-def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:
+def held_by_all(requests: Iterable[JoinRequest]) -> list[ShardHolding]:
     """Returns everything that these members can give."""
     return [holding for request in requests for holding in held_by(request)]
 
 
-def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) -> StateKey | None:
+def memory_point_to_keep(holdings: Iterable[ShardHolding], floor: StateKey | None) -> StateKey | None:
     """Returns the memory point to keep until the next generation has made one of its own.
 
     It must not be overwritten before.
@@ -172,7 +172,7 @@ def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) ->
     meanwhile. If a loss has left no such point, it is the newest that is complete. None: there is none, or
     `floor`, the newest committed point, is newer.
     """
-    by_key: dict[StateKey, list[Holding]] = {}
+    by_key: dict[StateKey, list[ShardHolding]] = {}
     for holding in holdings:
         if holding.source in (Source.STAGED, Source.NEIGHBOUR) and not (floor and holding.key < floor):
             by_key.setdefault(holding.key, []).append(holding)

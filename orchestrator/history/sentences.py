@@ -124,7 +124,7 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
 def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float, save_s: float | None) -> str:
     """The line for nodes that are about to be removed.
 
-    `course`: the group's reaction (`elastic.drain.Course`). `grace_s` inf: when they are idle.
+    `course`: the group's reaction (`elastic.drain.DrainCourse`). `grace_s` inf: when they are idle.
     `save_s`: the time of a save, if known.
     """
     when = "when it is idle" if math.isinf(grace_s) else f"in {grace_s:.0f} s"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from orchestrator.inspect.views.cards import Column
     from orchestrator.inspect.views.facts.columns import Columns
-    from orchestrator.inspect.views.facts.effective_steps import Path
+    from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
 
 Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
 
@@ -172,7 +172,7 @@ def card_frame(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> 
     return pd.DataFrame(found)
 
 
-def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
+def steps_frame(columns: Columns, path: EffectiveSteps) -> pd.DataFrame:
     """A row per step of the history, in order."""
     import numpy as np
     import pandas as pd

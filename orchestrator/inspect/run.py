@@ -24,12 +24,12 @@ from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.inspect import frames
-from orchestrator.inspect.run_control import Asking, Reply, unheard
+from orchestrator.inspect.run_control import Reply, SentRequest, unheard
 from orchestrator.inspect.status.orphans import Pruned, orphans_of, prune, release
 from orchestrator.inspect.status.point_rows import names_of, point_rows, standing, verified_point
 from orchestrator.inspect.status.status_reader import look_at, since_it_moved
 from orchestrator.inspect.status.verdict import GONE
-from orchestrator.inspect.status.verifying import NoProgress, Progress, Verifying, done_before
+from orchestrator.inspect.status.verifying import NoVerifyProgress, Verifying, VerifyProgress, done_before
 from orchestrator.inspect.status.view import Quiet, RunView, not_watched
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.open import open_storage
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from orchestrator.config.schema import JobConfig
     from orchestrator.inspect.audit.audit_run import AuditProgress
-    from orchestrator.inspect.run_control import Planned
+    from orchestrator.inspect.run_control import PlannedStart
     from orchestrator.inspect.views.run_views import RunViews
     from orchestrator.launch.branch.fork import ForkPlan
     from orchestrator.launch.branch.rewind import RewindPlan
@@ -75,13 +75,15 @@ class Run:
                     code="run.unknown",
                 )
 
-    def list_points(self, *, verify: bool = False, progress: Progress | None = None) -> list[dict[str, Any]]:
+    def list_points(
+        self, *, verify: bool = False, progress: VerifyProgress | None = None
+    ) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`. Compares documents and sizes: `healthy` is False for a point that they show to be
         damaged, or that is marked so, and None for all others. With `verify` it reads every byte, as `verify`
         does, which makes `healthy` True or False.
         """
-        reading = Verifying(store=self._store, progress=progress or NoProgress()) if verify else None
+        reading = Verifying(store=self._store, progress=progress or NoVerifyProgress()) if verify else None
         return standing(
             self._store, lambda seen: [row.to_json() for row in point_rows(self._store, seen, reading)]
         )
@@ -102,7 +104,7 @@ class Run:
         return lines + [f"├─ {name}, deleted since  fork: {', '.join(forks[name])}" for name in sorted(forks)]
 
     def verify(
-        self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
+        self, point: str | None = None, *, resume: bool = False, progress: VerifyProgress | None = None
     ) -> list[dict[str, Any]]:
         """Compares every digest of one point, or of all. Returns the document of `verify --json`.
 
@@ -111,7 +113,7 @@ class Run:
         process may write there. With `resume`, points that an interrupted verification found whole are not
         read again. Raises `RefusedError` for an unknown name, and for one that the run deletes meanwhile.
         """
-        reading = Verifying(store=self._store, progress=progress or NoProgress())
+        reading = Verifying(store=self._store, progress=progress or NoVerifyProgress())
         if point is not None:
             return [verified_point(self._store, self.uri, point, reading)]
         reading.note, reading.before = self._note_part, done_before(self.findings()) if resume else ()
@@ -210,10 +212,10 @@ class Run:
         Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
         `ResumePointError` for a point that is damaged.
         """
-        from orchestrator.launch.branch.point_query import Wanted
+        from orchestrator.launch.branch.point_query import PointQuery
         from orchestrator.launch.branch.rewind import rewind
 
-        wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
+        wanted = PointQuery(point=to, step=step, samples=samples, tokens=tokens)
         return rewind(self._store, wanted, asker(), agree, say, self.uri)
 
     def fork(
@@ -235,9 +237,9 @@ class Run:
         `ResumePointError` for a point that is damaged.
         """
         from orchestrator.launch.branch.fork import fork
-        from orchestrator.launch.branch.point_query import Wanted
+        from orchestrator.launch.branch.point_query import PointQuery
 
-        wanted = Wanted(point=at, step=step, samples=samples, tokens=tokens)
+        wanted = PointQuery(point=at, step=step, samples=samples, tokens=tokens)
         return fork(self._store, str(new_uri), wanted, asker(), agree, say, self.uri)
 
     def _run_id(self) -> str:
@@ -258,11 +260,11 @@ class Run:
         and overrides like `cluster.num_workers=2` by a launch on Ray. The run is only read, but for the pin
         of a fork at `to_point`. See `launch.replay.replay` and `launch.replay.replay_as_run`.
         """
-        from orchestrator.launch.branch.point_query import Wanted
+        from orchestrator.launch.branch.point_query import PointQuery
         from orchestrator.launch.replay.replay import replay
         from orchestrator.launch.replay.replay_as_run import needs_a_launch, replay_as_run
 
-        wanted = Wanted(step=step, tokens=tokens)
+        wanted = PointQuery(step=step, tokens=tokens)
         if needs_a_launch(overrides) or to_point is not None:
             where = None if to_point is None else str(to_point)
             return replay_as_run(self._store, wanted, overrides, where, self.uri, say)
@@ -273,10 +275,10 @@ class Run:
         `cursor`, and the `batch` of the next step. Trains in this process, from the newest point before it;
         needs no cluster.
         """
-        from orchestrator.launch.branch.point_query import Wanted
+        from orchestrator.launch.branch.point_query import PointQuery
         from orchestrator.launch.replay.replay import state_at
 
-        return state_at(self._store, Wanted(step=step, tokens=tokens))
+        return state_at(self._store, PointQuery(step=step, tokens=tokens))
 
     def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
         """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
@@ -326,7 +328,7 @@ class Run:
         return self._ask(STOP_NOW if now else STOP, wait, tell)
 
     def _ask(self, what: str, wait: bool, tell: Callable[[str], None]) -> Reply:
-        asking = Asking(self._store, what)
+        asking = SentRequest(self._store, what)
         if wait:
             return asking.answer(lambda: self.status().state != GONE, tell)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
@@ -435,18 +437,18 @@ class Run:
                 break
         return view
 
-    def plan(self, overrides: Sequence[str] = ()) -> Planned:
+    def plan(self, overrides: Sequence[str] = ()) -> PlannedStart:
         """What the next start would do with the configuration of the newest attempt and these overrides.
 
         Starts nothing, writes nothing, and imports no code that the configuration names; `.execute()` of what
         it returns does it.
         """
         from orchestrator.config.loading import parse_config
-        from orchestrator.inspect.run_control import Planned
+        from orchestrator.inspect.run_control import PlannedStart
         from orchestrator.launch import api
 
         config = parse_config(self.config().to_json(), overrides)
-        return Planned(plan=api.plan_job(config, runs_code=False), config=config)
+        return PlannedStart(plan=api.plan_job(config, runs_code=False), config=config)
 
     def _repr_html_(self) -> str:
         from orchestrator.inspect.status.view import status_html

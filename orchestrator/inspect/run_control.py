@@ -58,7 +58,7 @@ def still_waits(what: str, point: str, reason: str) -> str:
     )
 
 
-class Asking:
+class SentRequest:
     """One request to the launch that is active on a run now."""
 
     def __init__(self, store: RunStore, what: str) -> None:
@@ -149,7 +149,7 @@ class Asking:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedStart:
     """A plan and its configuration: that of the run's newest attempt with the overrides."""
 
     plan: ResumePlan

@@ -25,14 +25,14 @@ from orchestrator.errors import RefusedError
 from orchestrator.history.step_names import find_steps, names_steps, numbering_note, step_name
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
-from orchestrator.inspect.audit.reference.reference_windows import Stretch as Content
+from orchestrator.inspect.audit.reference.reference_windows import SamplePart as Content
 from orchestrator.inspect.audit.trained_data import Walk
 from orchestrator.records.arrays import Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class DocumentSpan:
     """Consecutive input tokens of one document. `first_token` counts within the document, EOS and BOS
     included. It is None if the tokens of earlier pieces were never counted (a cursor of an old version).
     """
@@ -79,9 +79,9 @@ class TracingPacker(ReferencePacker):
             self._traced.popleft()
         return super().samples(num_tokens, seq_len)
 
-    def stretches(self, start: int, stop: int) -> list[Stretch]:
+    def stretches(self, start: int, stop: int) -> list[DocumentSpan]:
         """The documents of input tokens [start, stop), counted from the newest samples' first, in order."""
-        found = list[Stretch]()
+        found = list[DocumentSpan]()
         document: tuple[int, ...] = ()
         for traced in self._traced:
             chunk, shift = traced.chunk, self._first
@@ -91,7 +91,7 @@ class TracingPacker(ReferencePacker):
                 if first >= end:
                     continue
                 before = int(traced.first_tokens[entry])
-                here = Stretch(
+                here = DocumentSpan(
                     file=int(chunk.file[entry]),
                     place=int(chunk.place[entry]),
                     output=chunk.output_of(entry),
@@ -133,9 +133,9 @@ def _is_last(chunk: TokenChunk, entry: int) -> bool:
     return True
 
 
-def _joined(one: Stretch, more: Stretch) -> Stretch:
+def _joined(one: DocumentSpan, more: DocumentSpan) -> DocumentSpan:
     """Joins two consecutive stretches of one document."""
-    return Stretch(
+    return DocumentSpan(
         file=one.file,
         place=one.place,
         output=one.output,
@@ -175,17 +175,17 @@ class TracingWindows(ReferenceWindows):
         self._newest = self._newest[-len(found.input_ids) :]
         return found
 
-    def stretches(self, start: int, stop: int) -> list[Stretch]:
+    def stretches(self, start: int, stop: int) -> list[DocumentSpan]:
         """The documents of the sample with positions [start, stop), counted from the newest samples' first:
         each has `seq_len` of them, padding included. Input tokens; the last label follows them.
         """
         assert stop - start <= self._capacity, "the positions are those of one sample"
         chunks, pack = self._newest[start // self._capacity]
-        documents, begin, found = _documents(chunks), 0, list[Stretch]()
+        documents, begin, found = _documents(chunks), 0, list[DocumentSpan]()
         for content in pack:
             document = documents[content.document]
             found.append(
-                Stretch(
+                DocumentSpan(
                     file=document.file,
                     place=document.place,
                     output=document.output,
@@ -298,7 +298,7 @@ def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]
         }
 
 
-def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: Stretch) -> Int32Array:
+def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: DocumentSpan) -> Int32Array:
     """The stretch's tokens in a sample. With `labels` also the last one of a document that ends there, which
     is no input.
     """
@@ -307,7 +307,7 @@ def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: Stretch) -> 
     return tokens if labels is None or not stretch.ends else np.append(tokens, labels[stop - 1])
 
 
-def _shown(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
+def _shown(manifest: Manifest, stretch: DocumentSpan) -> dict[str, Any]:
     first, num = stretch.first_token, stretch.num_tokens
     return {
         "file": manifest.path(stretch.file),
@@ -324,7 +324,7 @@ def _shown(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
     }
 
 
-def _line(manifest: Manifest, stretch: Stretch) -> int | None:
+def _line(manifest: Manifest, stretch: DocumentSpan) -> int | None:
     row, path = manifest.files[stretch.file], manifest.path(stretch.file)
     if manifest.format not in _LINES or path.endswith(COMPRESSED):
         return None

@@ -98,7 +98,7 @@ class LocalLaunch:
 _LOOK_S = 0.5
 
 
-class Launch(Protocol):
+class LaunchProcess(Protocol):
     """The process of the launch: one here, or a job on a cluster. `str` names it for people."""
 
     def is_alive(self) -> bool:
@@ -133,7 +133,7 @@ def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
 class SubmittedRun(Run):
     """A run that a launch of ours works on, or will. `launch` is what runs it."""
 
-    def __init__(self, run_uri: str, launch: Launch) -> None:
+    def __init__(self, run_uri: str, launch: LaunchProcess) -> None:
         self.launch = launch
         super().__init__(run_uri)
         self._before = max(self._store.claim_numbers(), default=0)

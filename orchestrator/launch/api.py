@@ -45,7 +45,7 @@ from orchestrator.trainer.dry_run.model_dry_run import is_to_try, require_model
 if TYPE_CHECKING:
     from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.data.spec import DataSpec
-    from orchestrator.elastic.supervision.policy import Limits
+    from orchestrator.elastic.supervision.policy import LaunchLimits
     from orchestrator.launch.on_ray.node_disks import NodeDisks
     from orchestrator.trainer.dry_run.model_dry_run import ModelFacts
 
@@ -175,7 +175,7 @@ def _on_cluster(at: LaunchContext, watched: Callable[[], int]) -> RunStatus:
             at = replace(at, plan=plan)
 
 
-def _claimed(at: LaunchContext, newest: int, limits: Limits, disks: NodeDisks) -> RunStatus:
+def _claimed(at: LaunchContext, newest: int, limits: LaunchLimits, disks: NodeDisks) -> RunStatus:
     """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
     from orchestrator.launch.on_ray.exports import exporting
     from orchestrator.launch.on_ray.on_cluster import supervise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopies, PartsOnNode
+from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopyTransport, PartsOnNode
 from orchestrator.checkpoint.points.run_file import folder_on_nodes
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import CoordinatorSilentError, ElasticError, OrchestratorError, code_of, text_of
@@ -24,7 +24,7 @@ from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.source_lists import Reading
+from orchestrator.planning.resume.source_lists import SourceReading
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
@@ -54,7 +54,7 @@ class GroupStart:
     key: str
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
-    reading: Reading
+    reading: SourceReading
     num_shards: int | None
 
 
@@ -97,14 +97,18 @@ class Member:
         from orchestrator.data.feed.local_feed import InProcessFeed
 
         with paused_gc():
-            from orchestrator.launch.member.remote_membership import Place, RemoteMembership, keep_in_storage
+            from orchestrator.launch.member.remote_membership import (
+                MemberAddress,
+                RemoteMembership,
+                keep_in_storage,
+            )
             from orchestrator.trainer.loop import train
 
         files = _files(storage, self._job.resume.node_folder)
         membership = RemoteMembership(
             self.calls,
             self._start.launch,
-            Place(actor_id="", node_id=socket.gethostname(), host=_own_host(self.calls)),
+            MemberAddress(actor_id="", node_id=socket.gethostname(), host=_own_host(self.calls)),
             keep_vote=partial(keep_in_storage, storage),
             is_orphaned=lambda: self.calls.has_ended,
             member=self._name,
@@ -199,4 +203,4 @@ def _files(storage: Storage, folder: str | None) -> CommittedFiles:
     if folder is None:
         return CommittedFiles(storage)
     say = logging.getLogger(__name__).warning
-    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopies(), say))
+    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopyTransport(), say))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.checkpoint.files.manifest import Name, PartDamage
 from orchestrator.checkpoint.files.part_file import write_part
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
@@ -44,7 +44,7 @@ def read_state(store: RunStore, name: str) -> dict[Name, bytes]:
     manifest = CommittedFiles(store.storage).manifest(name)
     held = {(each.group, each.name): bytearray(each.num_rows * each.row_bytes) for each in STATE}
     wanted = {
-        (each.group, each.name): Wanted(
+        (each.group, each.name): TensorRequest(
             rows=range(each.num_rows), target=BytesTarget(held[each.group, each.name])
         )
         for each in STATE

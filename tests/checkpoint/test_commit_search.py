@@ -30,7 +30,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     WriteCommit,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.pending_save import UNDER_WAY, Save, Stage
+from orchestrator.checkpoint.commit.pending_save import UNDER_WAY, PendingSave, SaveStage
 from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.records.steps import StateKey
@@ -225,8 +225,8 @@ class OneVoteLess(CommitMachine):
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
         after, actions = super()._vote(event)
         at = event.vote.key
-        if after._is_at(at, Stage.COLLECTING) and len(after.saves[at].votes) == 1:
-            return after._move(at, Stage.FLUSHING), (FlushJournal(key=at, records=()),)
+        if after._is_at(at, SaveStage.COLLECTING) and len(after.saves[at].votes) == 1:
+            return after._move(at, SaveStage.FLUSHING), (FlushJournal(key=at, records=()),)
         return after, actions
 
 
@@ -241,7 +241,7 @@ class DiscardsAtOnce(CommitMachine):
 class WaitsForTheDead(CommitMachine):
     """Planted mistake: a save whose voter is gone stays."""
 
-    def _missing_voter(self, save: Save) -> int | None:
+    def _missing_voter(self, save: PendingSave) -> int | None:
         return None
 
 
@@ -249,10 +249,10 @@ class TakesUpAll(CommitMachine):
     """Planted mistake: goes on with every save whose votes are there."""
 
     def _take_up_next(self) -> tuple[CommitMachine, tuple[Action, ...]]:
-        found = [at for at, s in self.saves.items() if s.is_complete and s.stage is Stage.COLLECTING]
+        found = [at for at, s in self.saves.items() if s.is_complete and s.stage is SaveStage.COLLECTING]
         after = self
         for at in found:
-            after = after._move(at, Stage.FLUSHING)
+            after = after._move(at, SaveStage.FLUSHING)
         return after, tuple(FlushJournal(key=at, records=()) for at in found)
 
 
@@ -262,7 +262,7 @@ class DoesNotFlush(CommitMachine):
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
         after, actions = super()._vote(event)
         after, more = after._take_up_next()
-        if after._is_at(event.vote.key, Stage.FLUSHING):
+        if after._is_at(event.vote.key, SaveStage.FLUSHING):
             return after._journal_durable(JournalDurable(key=event.vote.key))
         return after, (*actions, *more)
 

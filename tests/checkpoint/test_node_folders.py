@@ -17,7 +17,7 @@ from orchestrator.checkpoint.files.part_file import write_part
 from orchestrator.checkpoint.node_local.node_folder import NODE, NodeStore, expanded, make_node, read_node
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage, run_storage
 from orchestrator.checkpoint.node_local.remote_nodes import NodeServer
-from orchestrator.checkpoint.points.point_status import Fates, remove_leftovers
+from orchestrator.checkpoint.points.point_status import PointStatus, remove_leftovers
 from orchestrator.checkpoint.points.points import COMMIT, Point
 from orchestrator.checkpoint.points.rank_files import PartsOnNode
 from orchestrator.checkpoint.points.store import RunStore
@@ -193,7 +193,7 @@ def test_deleting_a_point_empties_every_node_that_is_reached_and_a_start_the_oth
     disks.down = set()
     store = disks.store("a")
     assert store.left_on_nodes() == [name]
-    deleted = Fates(kept=frozenset(), deleted=frozenset({name}))
+    deleted = PointStatus(kept=frozenset(), deleted=frozenset({name}))
     assert [left.point for left in remove_leftovers(store, 2, deleted)] == [name]
     assert files_on(disks, "c") == []
 
@@ -202,7 +202,7 @@ def test_a_start_leaves_parts_of_committed_points_where_they_are(disks: Disks) -
     name = committed_point(disks)
     before = [files_on(disks, node) for node in "abc"]
     store = disks.store("a")
-    assert remove_leftovers(store, 9, Fates(kept=frozenset(), deleted=frozenset())) == ()
+    assert remove_leftovers(store, 9, PointStatus(kept=frozenset(), deleted=frozenset())) == ()
     assert [files_on(disks, node) for node in "abc"] == before
     assert store.verify_point(name) == []
 

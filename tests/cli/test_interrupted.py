@@ -58,7 +58,7 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
         ("export example out", "orchestrator.storage.files:Storage.create", 0, ""),
         (
             "replay example --step 9",
-            "orchestrator.launch.replay.step_replay:Retraining._step",
+            "orchestrator.launch.replay.step_replay:StepReplayer._step",
             0,
             ": nothing of it is left",
         ),

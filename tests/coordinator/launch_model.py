@@ -20,7 +20,7 @@ from orchestrator.checkpoint.points.points import newest_first
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Fenced, Kill, Note
 from orchestrator.coordinator.machine.launch_history import EarlierCoordinator
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
-from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
+from orchestrator.elastic.failure import Failure, FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, Formation, GroupSize, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
@@ -260,7 +260,7 @@ class World:
         machine = self.machine_class(
             rendezvous,
             FailureBudget(MAX_FAILURES, failures, key.step if key else 0),
-            StorageTrouble(STORAGE_LIMIT_S),
+            StorageOutage(STORAGE_LIMIT_S),
             earlier=EarlierCoordinator(
                 last_step=max(older, key=lambda record: record.key, default=None),
                 previous=previous,

@@ -1,5 +1,5 @@
 """Every interleaving of saves that members write while they train on, leave, join anew and die: the real
-commit machine, told by the real `Places` who has left.
+commit machine, told by the real `RankHistory` who has left.
 
 Two members, two generations (in the chaos tests three), a save in each of the first two; the second member
 may fail to write, be left out, and die. Storage answers at once: what may come between its answers is
@@ -30,7 +30,7 @@ from orchestrator.checkpoint.commit.commit_events import (
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
-from orchestrator.coordinator.machine.launch_history import Places
+from orchestrator.coordinator.machine.launch_history import RankHistory
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.commit_machines import vote
 from tests.checkpoint.quick_storage import tell_machine
@@ -61,7 +61,7 @@ class Member:
 @dataclass(frozen=True)
 class World:
     machine: CommitMachine
-    places: Places
+    places: RankHistory
     members: tuple[Member, ...] = (Member(), Member())
     ranks: tuple[tuple[int, tuple[int, ...]], ...] = ((1, (0, 1)),)  # of each generation, by member; -1: none
     begun: frozenset[StateKey] = frozenset()
@@ -229,7 +229,7 @@ def stuck(world: World) -> str:
 
 
 def search(
-    machine: type[CommitMachine], places: type[Places], generations: int, stop_at_first: bool
+    machine: type[CommitMachine], places: type[RankHistory], generations: int, stop_at_first: bool
 ) -> tuple[int, set[str]]:
     """The number of states, and what went wrong in any of them."""
     there = places(1)
@@ -253,26 +253,26 @@ def search(
 
 @pytest.mark.parametrize("generations", [2, pytest.param(3, marks=pytest.mark.chaos)])
 def test_no_interleaving_deletes_files_under_a_writer_or_lets_a_save_wait_for_ever(generations: int) -> None:
-    states, wrong = search(CommitMachine, Places, generations, stop_at_first=False)
+    states, wrong = search(CommitMachine, RankHistory, generations, stop_at_first=False)
     assert wrong == set()
     assert states > 1000, "the search must be one"
 
 
-class ForgetsOlderPlaces(Places):
+class ForgetsOlderPlaces(RankHistory):
     """A loss is reported for the member's newest generation, not for an older one whose vote it owes."""
 
     def lost(self, member: str, writing: bool) -> list[VoterGone]:
         return super().lost(member, writing)[-1:]
 
 
-class TakesAJoinForSettled(Places):
+class TakesAJoinForSettled(RankHistory):
     """What a member says when it joins is not heard: it counts as done with its save."""
 
     def joined(self, member: str, saving: StateKey | None) -> list[VoterGone]:
         return [replace(gone, saving=None) for gone in super().joined(member, saving)]
 
 
-class TakesTheSilentForQuiet(Places):
+class TakesTheSilentForQuiet(RankHistory):
     """A member that is left out is taken to have stopped writing."""
 
     def lost(self, member: str, writing: bool) -> list[VoterGone]:
@@ -318,5 +318,5 @@ class HearsNoReports(CommitMachine):
 )
 def test_the_search_catches_a_planted_mistake(wrong: type, reason: str) -> None:
     machine = wrong if issubclass(wrong, CommitMachine) else CommitMachine
-    places = wrong if issubclass(wrong, Places) else Places
+    places = wrong if issubclass(wrong, RankHistory) else RankHistory
     assert search(machine, places, 2, stop_at_first=True)[1] == {reason}

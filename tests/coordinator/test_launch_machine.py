@@ -11,7 +11,7 @@ from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.checkpoint.points.points import ReplicasDiffer
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine, LaunchTerms
-from orchestrator.elastic.failure import FailureBudget, StorageTrouble
+from orchestrator.elastic.failure import FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
@@ -29,7 +29,7 @@ def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> N
     rendezvous = Rendezvous(
         attempt=1, launch=LAUNCH, size=GroupSize(min_workers=1, max_workers=2, expected=2)
     )
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage())
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
     (form,) = machine.tick(0.0)
@@ -70,7 +70,7 @@ def one_of_two(budgets: Budgets | None = None, trained: bool = True) -> LaunchMa
     """Two members train with at least two, and have done a step (if `trained`)."""
     rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
     machine = LaunchMachine(
-        rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(budgets=budgets or Budgets())
+        rendezvous, FailureBudget(3), StorageOutage(), LaunchTerms(budgets=budgets or Budgets())
     )
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
@@ -92,7 +92,7 @@ def notes(actions: list[Action], kind: EventKind) -> list[dict[str, object]]:
 def fixed(*members: str) -> LaunchMachine:
     """A group of two that can replace nobody, of which these have joined."""
     rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(fixed=True))
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage(), LaunchTerms(fixed=True))
     for member in members:
         machine.join(replace(JOIN, member=member), 0.0)
     if len(members) == 2:
@@ -175,7 +175,7 @@ def test_a_wait_below_the_minimum_is_noted_when_it_begins_and_when_another_numbe
 
 def test_a_launch_whose_first_workers_are_still_starting_does_not_wait_below_its_minimum() -> None:
     rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage())
     assert notes(machine.tick(0.0), EventKind.WAITING) == []
     machine.join(replace(JOIN, member="a"), 1.0)
     assert notes(machine.tick(1.0), EventKind.WAITING) == []
@@ -262,7 +262,7 @@ def test_workers_that_fail_whenever_they_start_end_the_run_with_their_reason(exp
     rendezvous = Rendezvous(
         attempt=1, launch=LAUNCH, size=GroupSize(min_workers=1, max_workers=8, expected=expected)
     )
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage())
     rounds = [
         [machine.failed(f"{start}-{n}", "RuntimeError", "no weights today", False) for n in range(expected)]
         for start in range(4)
@@ -332,7 +332,7 @@ def on_two_nodes(sharded: bool, low: int = 1) -> LaunchMachine:
     rendezvous = Rendezvous(
         attempt=1, launch=LAUNCH, size=GroupSize(min_workers=low, max_workers=2, expected=2)
     )
-    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), LaunchTerms(sharded=sharded))
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage(), LaunchTerms(sharded=sharded))
     for member in "ab":
         machine.join(replace(JOIN, member=member, node_id=f"n-{member}"), 0.0)
     form_next(machine, 0.0)

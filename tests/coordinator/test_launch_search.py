@@ -16,7 +16,7 @@ from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.coordinator.machine.launch_actions import Action, Note
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
 from orchestrator.coordinator.machine.reported_errors import ReportedErrors
-from orchestrator.coordinator.machine.requests import Answered, Requests
+from orchestrator.coordinator.machine.requests import RequestAnswer, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey
@@ -133,7 +133,7 @@ class StopsForASave(LaunchMachine):
 class MetByAnyPoint(Requests):
     """The next point meets a request to save, also one that was under way before."""
 
-    def committed(self, key: StateKey) -> list[Answered]:
+    def committed(self, key: StateKey) -> list[RequestAnswer]:
         self._saves = dict.fromkeys(self._saves, StateKey(attempt=0, generation=0, step=0))
         return super().committed(key)
 

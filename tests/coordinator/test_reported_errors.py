@@ -11,7 +11,7 @@ import pytest
 from orchestrator import errors
 from orchestrator.coordinator.machine.launch_actions import Action, End, Note, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
-from orchestrator.elastic.failure import FailureBudget, StorageTrouble
+from orchestrator.elastic.failure import FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.journal.event_kinds import EventKind
@@ -35,7 +35,7 @@ def launch(members: str, min_workers: int = 1, max_failures: int = 3) -> LaunchM
         launch=LAUNCH,
         size=GroupSize(min_workers=min_workers, max_workers=4, expected=max(1, len(members))),
     )
-    machine = LaunchMachine(rendezvous, FailureBudget(max_failures), StorageTrouble())
+    machine = LaunchMachine(rendezvous, FailureBudget(max_failures), StorageOutage())
     for member in members:
         come(machine, member, 0.0)
     return machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.coordinator.machine.requests import SAVE_AGAIN_S, Answered, Requests
+from orchestrator.coordinator.machine.requests import SAVE_AGAIN_S, RequestAnswer, Requests
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.steps import StateKey
 
@@ -15,7 +15,7 @@ def asked(number: int, what: str = SAVE, unreadable: str = "") -> Request:
     return Request(number=number, launch="l", what=what, by="ada@desk", created="", unreadable=unreadable)
 
 
-def outcome(answer: Answered | None) -> tuple[str, str] | None:
+def outcome(answer: RequestAnswer | None) -> tuple[str, str] | None:
     return answer and (answer.outcome, answer.point)
 
 

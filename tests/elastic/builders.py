@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from orchestrator.elastic.formation import Form, Formation, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.supervision.policy import Limits, NodeFacts
+from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.run_status import RunStatus
@@ -73,7 +73,7 @@ def started(members: str = "abc", **other: object) -> Rendezvous:
     return machine
 
 
-LIMITS = Limits(
+LIMITS = LaunchLimits(
     start_workers=3,
     min_workers=1,
     max_workers=3,

@@ -15,12 +15,12 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from orchestrator.elastic.supervision import supervisor
-from orchestrator.elastic.supervision.policy import Limits, NodeFacts
-from orchestrator.elastic.supervision.supervisor import Launch, Supervisor
+from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts
+from orchestrator.elastic.supervision.supervisor import SupervisedLaunch, Supervisor
 from orchestrator.records.run_status import RunStatus
 from tests.trainer import launch as launches
 
-LIMITS = Limits(
+LIMITS = LaunchLimits(
     start_workers=1,
     min_workers=1,
     max_workers=1,
@@ -30,7 +30,7 @@ LIMITS = Limits(
     wait_s=600.0,
 )
 
-SPEC = Launch(
+SPEC = SupervisedLaunch(
     name="tiny",
     train_function=lambda config: None,
     worker_config={},

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.state_selection import Holding, memory_point_to_keep, newest_complete
+from orchestrator.elastic.state_selection import ShardHolding, memory_point_to_keep, newest_complete
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
@@ -95,7 +95,7 @@ def trace(came: dict[Group, tuple[Group, str] | None], group: Group) -> list[str
     return found[::-1]
 
 
-def held_by(number: int, rank: Rank, group: Group, bounds: Bounds) -> list[Holding]:
+def held_by(number: int, rank: Rank, group: Group, bounds: Bounds) -> list[ShardHolding]:
     """All that a member can give: what it is live at, what it prepared, and its whole copies; of those that
     were lent to it, the ones that their owner has not begun to write over.
     """
@@ -113,7 +113,7 @@ def held_by(number: int, rank: Rank, group: Group, bounds: Bounds) -> list[Holdi
             )
         )
     return [
-        Holding(member=str(number), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
+        ShardHolding(member=str(number), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
         for h in held
     ]
 

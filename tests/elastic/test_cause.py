@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.roster import Cause, Roster, first_cause
+from orchestrator.elastic.roster import GenerationCause, Roster, first_cause
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
 from tests.coordinator.builders import JOIN
 
@@ -36,23 +36,31 @@ def test_the_first_generation_of_an_attempt_has_the_cause_of_its_claim(why: str,
 @pytest.mark.parametrize(
     ("happened", "members", "cause"),
     [
-        (lambda made: made.gone("b", "killed"), ["a"], Cause.WORKER_LOST),
-        (lambda made: made.gone("b", "frozen", Cause.LEFT_OUT), ["a"], Cause.LEFT_OUT),
-        (lambda made: made.gone("b", "its node died", Cause.NODE_LOST), ["a"], Cause.NODE_LOST),
-        (lambda made: (made.gone("b", "killed"), made.node_gone("n2")), ["a"], Cause.NODE_LOST),
-        (lambda made: (made.gone("b", "killed"), made.node_gone("n1")), ["a"], Cause.WORKER_LOST),
-        (lambda made: (made.gone("b", "killed"), come(made, "c")), ["a", "c"], Cause.WORKER_LOST),
-        (lambda made: come(made, "c"), ["a", "b", "c"], Cause.WORKER_JOINED),
-        (lambda made: made.storage_failed(True), ["a", "b"], Cause.STORAGE),
-        (lambda made: (made.storage_failed(True), made.storage_failed(False)), ["a", "b"], Cause.RE_FORMED),
-        (lambda made: None, ["a", "b"], Cause.RE_FORMED),
+        (lambda made: made.gone("b", "killed"), ["a"], GenerationCause.WORKER_LOST),
+        (lambda made: made.gone("b", "frozen", GenerationCause.LEFT_OUT), ["a"], GenerationCause.LEFT_OUT),
+        (
+            lambda made: made.gone("b", "its node died", GenerationCause.NODE_LOST),
+            ["a"],
+            GenerationCause.NODE_LOST,
+        ),
+        (lambda made: (made.gone("b", "killed"), made.node_gone("n2")), ["a"], GenerationCause.NODE_LOST),
+        (lambda made: (made.gone("b", "killed"), made.node_gone("n1")), ["a"], GenerationCause.WORKER_LOST),
+        (lambda made: (made.gone("b", "killed"), come(made, "c")), ["a", "c"], GenerationCause.WORKER_LOST),
+        (lambda made: come(made, "c"), ["a", "b", "c"], GenerationCause.WORKER_JOINED),
+        (lambda made: made.storage_failed(True), ["a", "b"], GenerationCause.STORAGE),
+        (
+            lambda made: (made.storage_failed(True), made.storage_failed(False)),
+            ["a", "b"],
+            GenerationCause.RE_FORMED,
+        ),
+        (lambda made: None, ["a", "b"], GenerationCause.RE_FORMED),
     ],
 )
 def test_a_later_one_says_what_changed(
-    happened: Callable[[Roster], object], members: list[str], cause: Cause
+    happened: Callable[[Roster], object], members: list[str], cause: GenerationCause
 ) -> None:
     made = of_two()
     happened(made)
     assert made.cause(members) == cause
     made.formed(1, 2, members, 5, 5, 2.0)
-    assert made.cause(members) == Cause.RE_FORMED, "what was told is not told again"
+    assert made.cause(members) == GenerationCause.RE_FORMED, "what was told is not told again"

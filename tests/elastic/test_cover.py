@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.state_selection import Holding, held_by_all, newest_complete
+from orchestrator.elastic.state_selection import ShardHolding, held_by_all, newest_complete
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
@@ -29,7 +29,7 @@ PRESENT = st.lists(
 
 def holdings(present, num_shards):
     return [
-        Holding(member=m, key=KEY, shard=shard % num_shards, num_shards=num_shards, source=source)
+        ShardHolding(member=m, key=KEY, shard=shard % num_shards, num_shards=num_shards, source=source)
         for m, shard, source in present
     ]
 

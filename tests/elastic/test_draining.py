@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic.drain import (
     HOLD_LIMIT_S,
-    Course,
+    DrainCourse,
     Draining,
-    Placed,
+    GroupPlacement,
     SaveTimes,
     choose,
     fits,
@@ -28,22 +28,22 @@ from tests.elastic.builders import ATTEMPT, form, key, only, rendezvous, request
 
 # ---- what to do
 COURSES = {
-    "the others hold everything": (30.0, 5.0, False, True, Course.LEAVE),
-    "a part of the state is theirs, and a save fits": (30.0, 5.0, True, True, Course.SAVE_AND_LEAVE),
-    "no save was measured yet": (30.0, None, True, True, Course.SAVE_AND_LEAVE),
-    "a save does not fit": (30.0, 50.0, True, True, Course.SAVE),
-    "a save does not fit, and none is needed": (30.0, 50.0, False, True, Course.LEAVE),
-    "nobody says when": (math.inf, 50.0, True, True, Course.SAVE_AND_LEAVE),
-    "the run needs them, and there is time": (3600.0, 5.0, True, False, Course.STAY),
-    "the run needs them, and time is up": (20.0, 5.0, True, False, Course.SAVE_AND_LEAVE),
+    "the others hold everything": (30.0, 5.0, False, True, DrainCourse.LEAVE),
+    "a part of the state is theirs, and a save fits": (30.0, 5.0, True, True, DrainCourse.SAVE_AND_LEAVE),
+    "no save was measured yet": (30.0, None, True, True, DrainCourse.SAVE_AND_LEAVE),
+    "a save does not fit": (30.0, 50.0, True, True, DrainCourse.SAVE),
+    "a save does not fit, and none is needed": (30.0, 50.0, False, True, DrainCourse.LEAVE),
+    "nobody says when": (math.inf, 50.0, True, True, DrainCourse.SAVE_AND_LEAVE),
+    "the run needs them, and there is time": (3600.0, 5.0, True, False, DrainCourse.STAY),
+    "the run needs them, and time is up": (20.0, 5.0, True, False, DrainCourse.SAVE_AND_LEAVE),
     "the run needs them, and nobody knows what a save takes": (
         3600.0,
         None,
         True,
         False,
-        Course.SAVE_AND_LEAVE,
+        DrainCourse.SAVE_AND_LEAVE,
     ),
-    "the run needs them, and nobody says when": (math.inf, None, True, False, Course.STAY),
+    "the run needs them, and nobody says when": (math.inf, None, True, False, DrainCourse.STAY),
 }
 
 
@@ -61,11 +61,11 @@ def test_a_save_is_waited_for_only_where_it_fits_and_nobody_leaves_without_one_t
     course = choose(
         grace_s=grace_s, save_s=save_s, step_s=step_s, needs_save=needs_save, enough_elsewhere=enough
     )
-    if course is Course.SAVE_AND_LEAVE:
+    if course is DrainCourse.SAVE_AND_LEAVE:
         assert save_s is None or time_to_leave_s(save_s, step_s) <= grace_s
-    assert needs_save or course in (Course.LEAVE, Course.STAY)
-    assert not (needs_save and course is Course.LEAVE)
-    if course is Course.STAY:
+    assert needs_save or course in (DrainCourse.LEAVE, DrainCourse.STAY)
+    assert not (needs_save and course is DrainCourse.LEAVE)
+    if course is DrainCourse.STAY:
         assert fits(grace_s, save_s, step_s), "who waits must still be able to save"
 
 
@@ -77,7 +77,7 @@ def test_a_save_is_taken_to_last_half_as_long_again_as_the_slowest_of_the_last_t
     assert times.estimate_s == 6.0
 
 
-LEAVES = Placed(leaving=("n-c", "n-c"), num_elsewhere=2)
+LEAVES = GroupPlacement(leaving=("n-c", "n-c"), num_elsewhere=2)
 
 
 def test_a_course_is_taken_once_and_training_never_waits_beyond_the_deadline():
@@ -85,7 +85,7 @@ def test_a_course_is_taken_once_and_training_never_waits_beyond_the_deadline():
     draining.noticed("n-c", 1030.0)
     decided = draining.decide(LEAVES, 5.0, 0.1, 1000.0)
     assert decided is not None
-    assert (decided.course, decided.nodes, decided.grace_s) == (Course.SAVE_AND_LEAVE, ("n-c",), 30.0)
+    assert (decided.course, decided.nodes, decided.grace_s) == (DrainCourse.SAVE_AND_LEAVE, ("n-c",), 30.0)
     assert draining.decide(LEAVES, 5.0, 0.1, 1010.0) is None
     assert [draining.is_late(now) for now in (1029.0, 1030.0)] == [False, True]
 
@@ -94,9 +94,9 @@ def test_a_save_that_nobody_needs_is_in_time_or_is_not_asked_for() -> None:
     draining = Draining(sharded=False, min_workers=1)
     draining.noticed("n-c", 1030.0)
     draining.noticed("n-d", 1010.0)
-    decided = draining.decide(Placed(leaving=("n-c", "n-c"), num_elsewhere=2), 5.0, 0.1, 1000.0)
+    decided = draining.decide(GroupPlacement(leaving=("n-c", "n-c"), num_elsewhere=2), 5.0, 0.1, 1000.0)
     assert decided is not None
-    assert decided.course is Course.LEAVE
+    assert decided.course is DrainCourse.LEAVE
     assert [draining.in_time(save_s, 0.1, 1000.0) for save_s in (None, 27.0, 28.0)] == [True, True, False]
     machine = three()
     for in_time in (False, True):
@@ -124,19 +124,19 @@ def test_a_save_that_fails_is_tried_again_ever_later_and_at_once_for_the_next_no
             tried.append(now)
             assert draining.failed(float(now))
     assert tried == [0, 5, 15, 35, 75]
-    assert draining.decide(Placed(leaving=(), num_elsewhere=2), 1.0, 0.1, 100.0) is None
+    assert draining.decide(GroupPlacement(leaving=(), num_elsewhere=2), 1.0, 0.1, 100.0) is None
     assert draining.decide(LEAVES, 1.0, 0.1, 101.0) is not None
 
 
 def test_who_stays_for_want_of_others_leaves_when_they_come():
     draining = Draining(sharded=False, min_workers=2)
     draining.noticed("n-c", 5000.0)
-    few = Placed(leaving=("n-c",), num_elsewhere=1)
+    few = GroupPlacement(leaving=("n-c",), num_elsewhere=1)
     found = [draining.decide(few, 1.0, 0.1, now) for now in (0.0, 1.0)]
-    assert [each and each.course for each in found] == [Course.STAY, None]
-    enough = draining.decide(Placed(leaving=("n-c",), num_elsewhere=2), 1.0, 0.1, 2.0)
+    assert [each and each.course for each in found] == [DrainCourse.STAY, None]
+    enough = draining.decide(GroupPlacement(leaving=("n-c",), num_elsewhere=2), 1.0, 0.1, 2.0)
     assert enough is not None
-    assert enough.course is Course.LEAVE
+    assert enough.course is DrainCourse.LEAVE
 
 
 # ---- who forms the next generation

@@ -13,7 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.elastic.formation import NewestPoint
-from orchestrator.elastic.state_selection import CompleteState, Holding, ParentStateSelection, newest_complete
+from orchestrator.elastic.state_selection import (
+    CompleteState,
+    ParentStateSelection,
+    ShardHolding,
+    newest_complete,
+)
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import Source
@@ -21,7 +26,7 @@ from orchestrator.records.steps import StateKey
 from tests.elastic.builders import key, request
 from tests.num_examples import examples
 
-Rule = Callable[[Iterable[Holding], StateKey | None], CompleteState | None]
+Rule = Callable[[Iterable[ShardHolding], StateKey | None], CompleteState | None]
 KEYS = [StateKey(attempt=a, generation=g, step=s) for a, g, s in product((1, 2), (1, 2), range(3))]
 # replicate, FSDP2, HSDP: shards of one generation, of which members hold any
 SIZES = st.fixed_dictionaries({(a, g): st.integers(1, 3) for a, g in product((1, 2), (1, 2))})
@@ -34,7 +39,7 @@ def held(draw):
     for at in draw(st.lists(st.sampled_from(KEYS), max_size=14)):
         num_shards = sizes[at.attempt, at.generation]
         found.append(
-            Holding(
+            ShardHolding(
                 member=draw(st.sampled_from("abcd")),
                 key=at,
                 shard=draw(st.integers(0, num_shards - 1)),
@@ -95,15 +100,17 @@ def test_nothing_is_held():
 
 
 def test_one_key_with_two_numbers_of_shards_is_our_own_mistake():
-    one = Holding(member="a", key=KEYS[0], shard=0, num_shards=1, source=Source.LIVE)
+    one = ShardHolding(member="a", key=KEYS[0], shard=0, num_shards=1, source=Source.LIVE)
     with pytest.raises(AssertionError, match=r"held as shards of \[1, 2\]"):
         newest_complete([one, replace(one, num_shards=2)], None)
 
 
 # ---- what groups are promised
-def of_rank(rank: int, layout: Layout, step: int, source: Source, shard_of: int | None = None) -> Holding:
+def of_rank(
+    rank: int, layout: Layout, step: int, source: Source, shard_of: int | None = None
+) -> ShardHolding:
     """What member `rank` of a generation has: its own shard, or the copy of rank `shard_of`'s."""
-    return Holding(
+    return ShardHolding(
         member=f"m{rank}",
         key=key(1, step),
         shard=layout.shard_of(rank if shard_of is None else shard_of),
@@ -185,7 +192,7 @@ def test_with_replicate_prepared_steps_change_no_choice(members, newest):
     """
     states = [KEYS[step] if holds and step < 3 else None for holds, _, step in members]
     live = [
-        Holding(member=str(n), key=at, shard=0, num_shards=1, source=Source.LIVE)
+        ShardHolding(member=str(n), key=at, shard=0, num_shards=1, source=Source.LIVE)
         for n, at in enumerate(states)
         if at is not None
     ]
@@ -259,13 +266,13 @@ def small_groups():
         num = {first: 2, second: 2 if (first.generation == second.generation) else 1}
         yield (
             [
-                Holding(member="a", key=first, shard=0, num_shards=2, source=Source.LIVE),
-                Holding(member="b", key=first, shard=1, num_shards=2, source=source),
-                Holding(member="b", key=second, shard=0, num_shards=num[second], source=source),
+                ShardHolding(member="a", key=first, shard=0, num_shards=2, source=Source.LIVE),
+                ShardHolding(member="b", key=first, shard=1, num_shards=2, source=source),
+                ShardHolding(member="b", key=second, shard=0, num_shards=num[second], source=source),
             ],
             floor,
         )
-        yield [Holding(member="a", key=first, shard=0, num_shards=1, source=source)], floor
+        yield [ShardHolding(member="a", key=first, shard=0, num_shards=1, source=source)], floor
 
 
 def check_small_groups(rule: Rule = newest_complete):
@@ -310,9 +317,13 @@ def test_a_replica_that_is_left_is_enough_whoever_has_heard_that_all_have_their_
     for rank in {0, 1, 2, 3} - {lost}:
         if rank in received:
             source = Source.LIVE if rank in heard else Source.RECEIVED
-            brought.append(Holding(member=str(rank), key=new, shard=rank % 2, num_shards=2, source=source))
+            brought.append(
+                ShardHolding(member=str(rank), key=new, shard=rank % 2, num_shards=2, source=source)
+            )
         if rank not in heard and rank < 3:
-            brought.append(Holding(member=str(rank), key=old, shard=rank, num_shards=3, source=Source.LIVE))
+            brought.append(
+                ShardHolding(member=str(rank), key=old, shard=rank, num_shards=3, source=Source.LIVE)
+            )
     found = newest_complete(brought, None)
     if {rank % 2 for rank in received - {lost}} == {0, 1}:
         assert found is not None

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.elastic.supervision.policy import (
-    Facts,
     GroupFacts,
     NodeFacts,
-    NodesSeen,
+    NodeSnapshot,
     StartGroup,
+    SupervisionFacts,
     decide,
 )
 from tests.elastic.builders import LIMITS, node
@@ -32,9 +32,9 @@ def drained(grace_s: float | None) -> NodeFacts:
     )
 
 
-def started(seen: NodesSeen, *groups: str) -> set[str]:
+def started(seen: NodeSnapshot, *groups: str) -> set[str]:
     """The nodes on which groups are started now."""
-    facts = Facts(
+    facts = SupervisionFacts(
         nodes=seen.nodes,
         unknown=seen.unknown,
         groups=tuple(GroupFacts(node_id=name, num_workers=1) for name in groups),
@@ -45,7 +45,7 @@ def started(seen: NodesSeen, *groups: str) -> set[str]:
 
 
 def test_a_node_whose_drain_is_forgotten_while_it_dies_gets_no_group() -> None:
-    seen = NodesSeen().looked((HEAD, SPOT), 0.0, 0.1)
+    seen = NodeSnapshot().looked((HEAD, SPOT), 0.0, 0.1)
     assert started(seen, "head") == {"spot"}
     seen = seen.looked((HEAD, drained(200.0)), 1.0, 1.1)
     assert started(seen, "head") == set()
@@ -57,7 +57,7 @@ def test_a_node_whose_drain_is_forgotten_while_it_dies_gets_no_group() -> None:
 
 
 def test_where_a_group_has_ended_the_next_one_is_started_after_a_later_look() -> None:
-    seen = NodesSeen().looked((HEAD, SPOT), 0.0, 0.1).group_ended("spot", 0.4)
+    seen = NodeSnapshot().looked((HEAD, SPOT), 0.0, 0.1).group_ended("spot", 0.4)
     assert started(seen, "head") == set()
     assert started(seen) == {"head"}
     assert started(seen.looked((HEAD, SPOT), 0.3, 0.5), "head") == set(), "it began before the end"
@@ -71,7 +71,7 @@ def test_where_a_group_has_ended_the_next_one_is_started_after_a_later_look() ->
 )
 def test_on_a_node_that_is_drained_or_gone_at_most_one_group_fails(events: list[str], slow: float) -> None:
     """A look says what was so when it began, and comes later; a group ends at once where its node is dead."""
-    seen, now, running = NodesSeen().looked((HEAD, SPOT), 0.0, 0.0), 0.0, False
+    seen, now, running = NodeSnapshot().looked((HEAD, SPOT), 0.0, 0.0), 0.0, False
     alive, grace, known_drain, failed_since_look = True, None, False, 0
     for event in events:
         now += 1.0

@@ -9,12 +9,12 @@ import pytest
 from orchestrator.elastic.supervision.policy import (
     EndLaunch,
     ExpectWorkers,
-    Facts,
     GroupFacts,
     LeaveNode,
     NodeFacts,
     StartGroup,
     StopGroup,
+    SupervisionFacts,
     decide,
     placement,
     preflight,
@@ -28,9 +28,11 @@ def group(name: str, workers: int) -> GroupFacts:
     return GroupFacts(node_id=name, num_workers=workers)
 
 
-def facts(nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...] = (), **other: object) -> Facts:
+def facts(
+    nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...] = (), **other: object
+) -> SupervisionFacts:
     return replace(
-        Facts(nodes=nodes, groups=groups, below_minimum_s=None),
+        SupervisionFacts(nodes=nodes, groups=groups, below_minimum_s=None),
         **other,  # type: ignore[arg-type]
     )
 

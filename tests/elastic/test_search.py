@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.elastic.formation import Action, Form, JoinAnswer, RendezvousSettings
-from orchestrator.elastic.next_formation import Continued
+from orchestrator.elastic.next_formation import Continuation
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.state_selection import held_by_all, newest_complete
 from orchestrator.records.membership import ControlRequests, JoinRequest, Source
@@ -35,18 +35,18 @@ class ByStepAlone(Rendezvous):
     it.
     """
 
-    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continuation:
         held = [(r.key.step, r.member, r.key) for r in requests if r.key is not None]
         if held:
             _, member, key = max(held, key=lambda h: h[:2])
-            return Continued(parent=key, source=member, point=None)
+            return Continuation(parent=key, source=member, point=None)
         return super()._newest(())
 
 
 class PointsIgnored(Rendezvous):
     """While any member holds a state, a newer committed point is forgotten."""
 
-    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continuation:
         point = self._states.point
         if any(r.key is not None for r in requests):
             self._states.point = None
@@ -58,7 +58,7 @@ class PointsIgnored(Rendezvous):
 class AttemptsIgnored(Rendezvous):
     """States of two attempts are compared by generation and step."""
 
-    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continuation:
         held = [(r.key.generation, r.key.step, r.member, r.key) for r in requests if r.key is not None]
         if not held:
             return super()._newest(())
@@ -70,20 +70,20 @@ class AttemptsIgnored(Rendezvous):
             generation,
             step,
         ):
-            return Continued(parent=self._states.point.key, source=None, point=self._states.point)
-        return Continued(parent=key, source=member, point=None)
+            return Continuation(parent=self._states.point.key, source=None, point=self._states.point)
+        return Continuation(parent=key, source=member, point=None)
 
 
 class FirstShard(Rendezvous):
     """Whoever holds any shard of the greatest key holds the state."""
 
-    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continuation:
         held = held_by_all(requests)
         best = max(held, key=lambda h: h.key, default=None)
         point = self._states.point
         if best is None or (point is not None and point.key > best.key):
             return super()._newest(())
-        return Continued(parent=best.key, source=best.member, point=None)
+        return Continuation(parent=best.key, source=best.member, point=None)
 
 
 class KeepsNewest(Rendezvous):

@@ -17,7 +17,7 @@ import ray
 
 from orchestrator.cluster.starvation import ProcessLook, Thread
 from orchestrator.elastic.supervision import supervisor as module
-from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import CoordinatorSilentError, ElasticError
 from orchestrator.history.journal.event_kinds import EventKind
@@ -223,7 +223,7 @@ def test_a_signal_is_heeded_while_an_answer_is_waited_for() -> None:
     heard = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
     try:
-        asked = Asked(lambda: os.kill(os.getpid(), signal.SIGUSR1) or heard.wait(WAIT_S))
+        asked = BackgroundCall(lambda: os.kill(os.getpid(), signal.SIGUSR1) or heard.wait(WAIT_S))
         assert asked.ask()
         assert not asked.ask(), "one question at a time"
         assert asked.answer(WAIT_S) is True
@@ -233,7 +233,7 @@ def test_a_signal_is_heeded_while_an_answer_is_waited_for() -> None:
 
 
 def test_what_a_question_raises_is_raised_to_who_asked() -> None:
-    asked = Asked(lambda: {}["missing"])
+    asked = BackgroundCall(lambda: {}["missing"])
     asked.ask()
     with pytest.raises(KeyError):
         asked.answer(WAIT_S)

@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.history.claims.claim_files import RESUME, AttemptEnd, ClaimFiles
 from orchestrator.history.claims.claims import Claim
-from orchestrator.history.claims.liveness import Busy, Free, Look, Watch, judge
+from orchestrator.history.claims.liveness import Busy, Free, RunObservation, Watch, judge
 from orchestrator.json_form import encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal
@@ -28,7 +28,7 @@ TICKS = 6
 LOOKS, CLAIMS, BEATS, RUNS, ENDED, BUSY, DEAD = "looks", "claims", "beats", "runs", "ended", "busy", "dead"
 LIVE = (BEATS, RUNS)  # has claimed, and lives: first the claimer's own beat, then the coordinator's
 
-Judge = Callable[[Watch | None, Look, float, float], Watch | Free | Busy]
+Judge = Callable[[Watch | None, RunObservation, float, float], Watch | Free | Busy]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def steps(world: World, protocol: Protocol) -> Iterator[World]:
 
 
 def look(world: World, start: Start, protocol: Protocol) -> World:
-    seen, cache = Look(newest=world.newest, over=world.over, signs=str(world.signs).encode()), start.cache
+    seen, cache = RunObservation(
+        newest=world.newest, over=world.over, signs=str(world.signs).encode()
+    ), start.cache
     if protocol.on_nfs:
         client = NfsClient(ModelDisk.of(files_of(world)), cache)
         seen, cache = ClaimFiles(Storage("/run", client, no_sleep))._look(lambda _: False, {}), client.cache
@@ -184,14 +186,16 @@ def test_a_claimer_that_shows_nothing_until_its_coordinator_does_is_caught() -> 
 
 
 def test_a_watch_that_ends_too_soon_is_caught() -> None:
-    def hasty(watch: Watch | None, seen: Look, now_s: float, watch_s: float) -> Watch | Free | Busy:
+    def hasty(watch: Watch | None, seen: RunObservation, now_s: float, watch_s: float) -> Watch | Free | Busy:
         return judge(watch, seen, now_s, 0)
 
     assert explore(Protocol(judge=hasty), 2)[1]
 
 
 def test_a_watch_that_takes_a_new_claim_for_the_one_it_watched_is_caught() -> None:
-    def forgetful(watch: Watch | None, seen: Look, now_s: float, watch_s: float) -> Watch | Free | Busy:
+    def forgetful(
+        watch: Watch | None, seen: RunObservation, now_s: float, watch_s: float
+    ) -> Watch | Free | Busy:
         if watch is not None and seen.newest > watch.number:
             watch = replace(watch, number=seen.newest, signs=seen.signs)
         return judge(watch, seen, now_s, watch_s)

@@ -34,7 +34,7 @@ from orchestrator.history.journal.journal_writer import JournalWriter, Listener
 from orchestrator.inspect import run as monitor
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import rewind as rewinding
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
@@ -142,7 +142,7 @@ class LiveRun:
 
     def rewind(self, to: str) -> None:
         """`orchestrator rewind`: an attempt that goes back, and ends at once."""
-        plan = rewinding.look(self.store, Wanted(point=to))
+        plan = rewinding.look(self.store, PointQuery(point=to))
         rewinding.carry_out(self.store, plan, max(self.store.claim_numbers()), "me")
         left = self.on_lineage[: self.on_lineage.index(to) + 1]
         self.orphans |= {*self.on_lineage, *self.saved} - {*left}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.machine.requests import Answered
+from orchestrator.coordinator.machine.requests import RequestAnswer
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, START
 from orchestrator.history.journal.event_kinds import EventKind
@@ -18,11 +18,11 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import line_bytes, parse_line
 from orchestrator.history.request_files import SAVE, STOP
 from orchestrator.inspect import run_control
-from orchestrator.inspect.run_control import Asking
+from orchestrator.inspect.run_control import SentRequest
 from orchestrator.storage.files import Storage
 from tests.raising import raises
 
-DONE = Answered(request=1, what=SAVE, outcome="done", text="saved as p", point="p")
+DONE = RequestAnswer(request=1, what=SAVE, outcome="done", text="saved as p", point="p")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def journal(store: RunStore, attempt: int = 1, segment_bytes: int = 1 << 20) -> 
     return JournalWriter(store.storage, attempt, segment_bytes=segment_bytes)
 
 
-def answers(writer: JournalWriter, *answered: Answered) -> None:
+def answers(writer: JournalWriter, *answered: RequestAnswer) -> None:
     for each in answered:
         writer.event(EventKind.REQUEST_ANSWERED, **each.fields)
     writer.flush()
@@ -68,20 +68,20 @@ def test_the_answer_comes_from_whichever_coordinator_of_the_launch_gives_it(stor
 
     def restart() -> None:
         store.claim(2, "aa", RESTARTED, "host")
-        other = Answered(request=2, what=SAVE, outcome="failed", text="another's")
+        other = RequestAnswer(request=2, what=SAVE, outcome="failed", text="another's")
         answers(journal(store, 2), other, DONE)
 
-    reply = Asking(store, SAVE).answer(after(3, restart))
+    reply = SentRequest(store, SAVE).answer(after(3, restart))
     assert (reply.outcome, reply.text, reply.point) == ("done", "saved as p", "p")
 
 
 def test_an_answer_that_stands_before_the_end_is_heard_although_the_run_has_ended(store: RunStore) -> None:
     def end() -> None:
-        stopped = Answered(request=1, what=STOP, outcome="done", text="stopped at step 4")
+        stopped = RequestAnswer(request=1, what=STOP, outcome="done", text="stopped at step 4")
         answers(journal(store), stopped)
         store.write_end(1, "stopped", "stopped at step 4", "")
 
-    assert Asking(store, STOP).answer(after(2, end)).text == "stopped at step 4"
+    assert SentRequest(store, STOP).answer(after(2, end)).text == "stopped at step 4"
 
 
 def test_who_waits_hears_once_why_a_save_was_given_up_since_it_was_asked_for(store: RunStore) -> None:
@@ -98,29 +98,29 @@ def test_who_waits_hears_once_why_a_save_was_given_up_since_it_was_asked_for(sto
         next(looks)()
         return True
 
-    assert Asking(store, SAVE).answer(look, told.append).outcome == "done"
+    assert SentRequest(store, SAVE).answer(look, told.append).outcome == "done"
     (text,) = told
     assert text.startswith("save: not yet, the save of p1 was given up: no space. The run tries again")
 
 
 def test_nobody_is_asked_where_nobody_works(store: RunStore, tmp_path: Path) -> None:
     with raises(RefusedError, "run.not_begun", tmp_path / "other"):
-        Asking(RunStore(Storage(str(tmp_path / "other"))), SAVE)
+        SentRequest(RunStore(Storage(str(tmp_path / "other"))), SAVE)
     store.write_end(1, "done", "done at step 4", "")
     with raises(RefusedError, "run.not_running", "attempt 1", "(done: done at step 4)"):
-        Asking(store, SAVE)
+        SentRequest(store, SAVE)
 
 
 def test_who_waits_hears_that_the_launch_is_gone(store: RunStore) -> None:
     with raises(RefusedError, "run.no_sign_of_life", "(save)"):
-        Asking(store, SAVE).answer(lambda: False)
+        SentRequest(store, SAVE).answer(lambda: False)
     with raises(RefusedError, "run.not_running", "(save)", "(failed: no space)"):
-        Asking(store, SAVE).answer(after(2, lambda: store.write_end(1, "failed", "no space", "")))
+        SentRequest(store, SAVE).answer(after(2, lambda: store.write_end(1, "failed", "no space", "")))
 
 
 def test_who_waits_hears_that_another_launch_has_taken_over(store: RunStore) -> None:
     with raises(RefusedError, "run.taken_over", "(save)", "(attempt 2, host)"):
-        Asking(store, SAVE).answer(after(2, lambda: store.claim(2, "bb", RESUME, "host")))
+        SentRequest(store, SAVE).answer(after(2, lambda: store.claim(2, "bb", RESUME, "host")))
 
 
 class Follower:

@@ -20,7 +20,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.inspect.status.orphans import prune, release
 from orchestrator.launch.branch import fork as forks
 from orchestrator.launch.branch import rewind as rewinding
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
@@ -77,7 +77,7 @@ def test_no_power_cut_during_a_rewind_loses_a_point_or_leaves_it_half_done(
 
     def rewind(disk: ModelDisk) -> None:
         store = store_of(disk)
-        plan = rewinding.look(store, Wanted(point=points[0]))
+        plan = rewinding.look(store, PointQuery(point=points[0]))
         if not plan.stands_there:
             rewinding.carry_out(store, plan, max(store.claim_numbers()), "me")
 
@@ -189,7 +189,7 @@ def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple
     files, points = trained
     disk = ModelDisk.of(files)
     store = store_of(disk)
-    rewinding.carry_out(store, rewinding.look(store, Wanted(point=points[0])), 3, "me")
+    rewinding.carry_out(store, rewinding.look(store, PointQuery(point=points[0])), 3, "me")
 
     def prune_all(disk: ModelDisk) -> None:
         prune(store_of(disk), dict.fromkeys(points[1:], "orphan"), "me", "", False)

@@ -21,14 +21,14 @@ from orchestrator.launch.capacity.capacity import (
     memory_plan,
     memory_problems,
 )
-from orchestrator.launch.capacity.resource_estimate import Needs, needs_of
+from orchestrator.launch.capacity.resource_estimate import ResourceEstimate, needs_of
 from orchestrator.planning.state.memory import Machine, ParallelChoice
 from tests.launch.machines import GIB, LARGE, machines
 from tests.planning.jobs import job
 
 SEVEN_B = "model=" + json.dumps({"config": {"model_type": "llama", "num_attention_heads": 32, **LARGE}})
 ON_GPU, NO_POINTS = "cluster.use_gpu=true", "resume.memory_every_steps=null"
-NEEDS = Needs(
+NEEDS = ResourceEstimate(
     worker_bytes=3 * GIB,
     feed_bytes=2 * GIB,
     point_bytes=0,

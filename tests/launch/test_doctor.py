@@ -23,7 +23,7 @@ from orchestrator.launch.doctor.diagnosis import (
     VERSIONS,
     AuthFacts,
     ClusterFacts,
-    Facts,
+    DoctorFacts,
     Gpu,
     StorageFacts,
     diagnose,
@@ -42,7 +42,7 @@ EXT4 = Mount(place="/", kind="ext4", source="/dev/vda", options=("rw",))
 STORED = StorageFacts(folder="runs", mount=EXT4, fsync_s=0.002, free_bytes=100 * GIB)
 CLUSTER = ClusterFacts(address="http://head:8265", seconds=0.002, ray="2.60.0")
 GPU = Gpu(name="H100", memory_bytes=80 * GIB, capability=9.0)
-SOUND = Facts(
+SOUND = DoctorFacts(
     python="3.11.7",
     versions={name: tested for name, (_, tested) in VERSIONS.items()},
     auth=AuthFacts(mode="token", token="/root/.ray/auth_token", file_mode=0o600),
@@ -60,7 +60,7 @@ SOUND = Facts(
 )
 
 
-def the_one(facts: Facts) -> Check:
+def the_one(facts: DoctorFacts) -> Check:
     """The only check that is not ok."""
     (found,) = [check for check in diagnose(facts) if check.state != "ok"]
     return found

@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import fork as forks
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
 from orchestrator.storage import disk
@@ -120,7 +120,7 @@ def test_who_gives_the_pin_back_hears_of_every_fork_that_still_needs_the_point(
 
 def test_a_fork_without_a_pin_leaves_none(trained: Trained) -> None:
     runner, (first, _) = trained
-    fork, wanted = Forked(runner), Wanted(point=first.point_name)
+    fork, wanted = Forked(runner), PointQuery(point=first.point_name)
     forks.fork(runner.store, str(fork.folder), wanted, "me", lambda plan: True, pinned=False)
     assert runner.store.pins() == {}
     assert Run(fork.folder).list_points(verify=True)[0]["healthy"]

@@ -20,7 +20,7 @@ from orchestrator.coordinator.attempt.survey import LOOKS, Survey, survey
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.claims import CONTRADICTION
 from orchestrator.launch.branch import rewind as rewinding
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed
@@ -72,7 +72,7 @@ def rewinds(runner: Runner, store: RunStore, newest: str) -> None:
     journal.step(record(key(21, attempt=attempt.number)))
     journal.close()
     runner.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
-    rewinding.rewind(store, Wanted(point=newest), "somebody", lambda plan: True)
+    rewinding.rewind(store, PointQuery(point=newest), "somebody", lambda plan: True)
 
 
 def restarts(runner: Runner, store: RunStore, newest: str) -> None:

@@ -20,7 +20,7 @@ import orchestrator
 from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
 from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
-from orchestrator.elastic.supervision.policy import Limits
+from orchestrator.elastic.supervision.policy import LaunchLimits
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.launch.on_ray.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.process import stop_signals
@@ -411,7 +411,7 @@ def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
 def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_log_with_all_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits = Limits(
+    limits = LaunchLimits(
         start_workers=2,
         min_workers=2,
         max_workers=2,

@@ -19,7 +19,7 @@ from orchestrator.errors import ElasticError, FencedError, StorageError
 from orchestrator.launch.member import remote_membership
 from orchestrator.launch.member.calls import UnansweredError
 from orchestrator.launch.member.generation_watch import GenerationEnd
-from orchestrator.launch.member.remote_membership import Place, RemoteMembership, frame_of
+from orchestrator.launch.member.remote_membership import MemberAddress, RemoteMembership, frame_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,
@@ -112,7 +112,7 @@ class Line:
 
 
 def member(line: Line, limit_s: float = WAIT_S) -> RemoteMembership:
-    return RemoteMembership(line, "l", Place(actor_id="a", node_id="n", host="127.0.0.1"), limit_s)
+    return RemoteMembership(line, "l", MemberAddress(actor_id="a", node_id="n", host="127.0.0.1"), limit_s)
 
 
 def test_a_join_is_asked_again_while_the_coordinator_is_away_or_has_nothing_to_say() -> None:
@@ -154,7 +154,7 @@ def test_a_vote_that_no_coordinator_hears_is_written_into_storage(tmp_path: Path
         kept.append(cast)
 
     line = Line(vote=[UnansweredError("died")])
-    place = Place(actor_id="a", node_id="n", host="127.0.0.1")
+    place = MemberAddress(actor_id="a", node_id="n", host="127.0.0.1")
     answer = RemoteMembership(line, "l", place, 0.2, keep).vote(vote)
     silent = "launch.coordinator_silent"
     with raises(ElasticError, silent, key(3).point_name, *["no space left on device"] * full):
@@ -170,7 +170,7 @@ def test_a_member_whose_ray_is_gone_writes_its_vote_within_seconds(
     storage, orphaned = Storage(str(tmp_path)), threading.Event()
     vote = replace(write_vote(storage, key(3), 1), records=(record(key(3)),))
     line = Line(vote=[UnansweredError("died")])
-    place = Place(actor_id="a", node_id="n", host="127.0.0.1")
+    place = MemberAddress(actor_id="a", node_id="n", host="127.0.0.1")
     keep = partial(keep_vote, storage, run_id="run-id")
     mine = RemoteMembership(line, "l", place, 100 * WAIT_S, keep, orphaned.is_set)
     answer = mine.vote(vote)

@@ -16,7 +16,7 @@ from orchestrator.errors import BusyError, RefusedError, ResumePointError, Wante
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import rewind as rewinding
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.branch.rewind import RewindPlan
 from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
@@ -212,7 +212,7 @@ def test_a_run_that_moved_on_since_the_plan_is_left_as_it_is(trained: Trained) -
 
 def test_the_plan_says_how_far_before_the_wanted_step_the_point_lies(trained: Trained) -> None:
     runner, (_, second, third) = trained
-    plan = rewinding.look(runner.store, Wanted(step=27), "runs/mine")
+    plan = rewinding.look(runner.store, PointQuery(step=27), "runs/mine")
     assert plan.lines() == [
         f"runs/mine: would go back to {second.point_name}, 7 steps (1,792 tokens) before step 27",
         "  step 20, 160 samples, 5,120 tokens",
@@ -283,7 +283,7 @@ def test_a_rewind_reads_the_run_before_and_after_its_claim_and_each_byte_of_the_
     surveys: list[RunStore] = []
     survey = surveying.survey
     monkeypatch.setattr(surveying, "survey", lambda *of: [surveys.append(of[0]), survey(*of)][1])
-    plan = rewinding.rewind(store, Wanted(point=first.point_name), "me", lambda plan: True)
+    plan = rewinding.rewind(store, PointQuery(point=first.point_name), "me", lambda plan: True)
     assert plan.done
     folder = runner.folder / "points" / first.point_name / "state"
     for path in folder.iterdir():

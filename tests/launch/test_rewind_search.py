@@ -26,7 +26,7 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
 from orchestrator.inspect.status.orphans import release
 from orchestrator.launch.branch import rewind as rewinding
-from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.branch.rewind import RewindPlan
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
@@ -76,7 +76,7 @@ def scene(job: JobConfig, data: DataSpec, *, ended: bool) -> Scene:
         run.end()
     run.live = live
     point, seen = run.on_lineage[0], survey(run.store)
-    plan = rewinding.look(run.store, Wanted(point=point))
+    plan = rewinding.look(run.store, PointQuery(point=point))
     return Scene(run, disk.files(), point, not ended, seen, plan, describe(run.store, point))
 
 

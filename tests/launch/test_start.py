@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.checkpoint.points.point_status import Fates, Leftover, remove_leftovers
+from orchestrator.checkpoint.points.point_status import Leftover, PointStatus, remove_leftovers
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.attempt import Attempt
@@ -42,7 +42,7 @@ from tests.launch.runner import Runner, begun, newest_attempt, nobody, rewind
 from tests.raising import raises
 from tests.storage.failing import FailingDisk
 
-NO_FATES = Fates(kept=frozenset(), deleted=frozenset())
+NO_FATES = PointStatus(kept=frozenset(), deleted=frozenset())
 
 
 def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner: Runner) -> None:

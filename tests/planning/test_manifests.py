@@ -15,7 +15,7 @@ from orchestrator.planning.resume import source_lists
 from orchestrator.planning.resume.source_lists import (
     ListSpan,
     SourceLists,
-    Wanted,
+    SourceRequest,
     first_sources,
     moved,
     next_sources,
@@ -35,19 +35,19 @@ def versions(source: SourceLists, num: int = 6) -> list[str]:
 
 
 def test_a_run_reads_its_first_lists_and_numbers_its_sources_in_order() -> None:
-    web, code = first_sources(Wanted(names=("web", "code")))
+    web, code = first_sources(SourceRequest(names=("web", "code")))
     assert (web.number, code.number) == (0, 1)
     assert versions(web) == [""] * 6
 
 
 def test_refresh_gives_every_later_epoch_a_list_of_its_own() -> None:
-    (web,) = first_sources(Wanted(names=("web",), refresh=frozenset({"web"})))
+    (web,) = first_sources(SourceRequest(names=("web",), refresh=frozenset({"web"})))
     assert versions(web) == ["", "0e1", "0e2", "0e3", "0e4", "0e5"]
 
 
 def test_refresh_begins_after_the_epoch_at_hand_and_its_end_keeps_the_newest_list() -> None:
-    sources = first_sources(Wanted(names=("web",)))
-    on, off = Wanted(names=("web",), refresh=frozenset({"web"})), Wanted(names=("web",))
+    sources = first_sources(SourceRequest(names=("web",)))
+    on, off = SourceRequest(names=("web",), refresh=frozenset({"web"})), SourceRequest(names=("web",))
     (web,) = sources = next_sources(sources, at(web=1), on, {})
     assert versions(web) == ["", "", "0e2", "0e3", "0e4", "0e5"]
     (web,) = next_sources(sources, at(web=3), off, {})
@@ -57,8 +57,8 @@ def test_refresh_begins_after_the_epoch_at_hand_and_its_end_keeps_the_newest_lis
 
 
 def test_a_restarted_source_goes_on_at_the_next_epochs_first_document() -> None:
-    parent = first_sources(Wanted(names=("web", "code")))
-    wanted = Wanted(names=("web", "code"), restart=frozenset({"web"}))
+    parent = first_sources(SourceRequest(names=("web", "code")))
+    wanted = SourceRequest(names=("web", "code"), restart=frozenset({"web"}))
     web, code = sources = next_sources(parent, at(web=2, code=1), wanted, {"web": 4})
     assert versions(web) == ["", "", "", "4", "4", "4"]
     assert code == parent[1]
@@ -70,26 +70,28 @@ def test_a_restarted_source_goes_on_at_the_next_epochs_first_document() -> None:
 
 
 def test_a_source_that_comes_back_goes_on_and_keeps_its_number() -> None:
-    parent = first_sources(Wanted(names=("web", "code")))
-    without = next_sources(parent, at(web=2, code=1), Wanted(names=("code", "math")), {})
+    parent = first_sources(SourceRequest(names=("web", "code")))
+    without = next_sources(parent, at(web=2, code=1), SourceRequest(names=("code", "math")), {})
     assert [(s.name, s.number, s.active) for s in without] == [
         ("web", 0, False),
         ("code", 1, True),
         ("math", 2, True),
     ]
-    back = next_sources(without, at(web=2, code=3), Wanted(names=("math", "web", "code")), {})
+    back = next_sources(without, at(web=2, code=3), SourceRequest(names=("math", "web", "code")), {})
     assert [replace(s, active=True) for s in without] == list(back)
 
 
 def test_a_source_whose_name_another_lineage_used_does_not_take_its_list() -> None:
-    parent = first_sources(Wanted(names=("web",)))
-    _, math = next_sources(parent, at(web=1), Wanted(names=("web", "math")), {"math": 1})
+    parent = first_sources(SourceRequest(names=("web",)))
+    _, math = next_sources(parent, at(web=1), SourceRequest(names=("web", "math")), {"math": 1})
     assert versions(math, 2) == ["1", "1"]
 
 
 def test_sources_survive_their_json() -> None:
-    parent = first_sources(Wanted(names=("web",), refresh=frozenset({"web"})))
-    sources = next_sources(parent, at(web=2), Wanted(names=("web", "b"), restart=frozenset({"web"})), {})
+    parent = first_sources(SourceRequest(names=("web",), refresh=frozenset({"web"})))
+    sources = next_sources(
+        parent, at(web=2), SourceRequest(names=("web", "b"), restart=frozenset({"web"})), {}
+    )
     assert tuple(decode(SourceLists, encode(source)) for source in sources) == sources
 
 
@@ -100,14 +102,14 @@ class Point:
 
     sources: tuple[SourceLists, ...]
     cursor: Cursor
-    wanted: Wanted
+    wanted: SourceRequest
     read: dict[str, tuple[tuple[str, int], ...]]
 
 
 def walk(seed: int, num: int, following: Next) -> None:
     """Trains, resumes at any point so far and changes the job, and asserts what must hold."""
     chance = random.Random(seed)
-    wanted = Wanted(names=("a", "b"))
+    wanted = SourceRequest(names=("a", "b"))
     sources = first_sources(wanted)
     points = [Point(sources=sources, cursor=Cursor(), wanted=wanted, read={})]
     in_storage = {name: {0} for name in wanted.names}  # the starts of which there is a list
@@ -117,7 +119,7 @@ def walk(seed: int, num: int, following: Next) -> None:
         refresh = frozenset(n for n in names if chance.random() < 0.4)
         restart = frozenset(n for n in names if chance.random() < 0.2)
         same = chance.random() < 0.4
-        wanted = replace(parent.wanted, restart=frozenset()) if same else Wanted(names=names)
+        wanted = replace(parent.wanted, restart=frozenset()) if same else SourceRequest(names=names)
         wanted = wanted if same else replace(wanted, refresh=refresh, restart=restart)
         free = {name: max(starts) + 1 for name, starts in in_storage.items()}
         sources = following(parent.sources, parent.cursor, wanted, free)
@@ -129,7 +131,7 @@ def walk(seed: int, num: int, following: Next) -> None:
 
 def check(
     parent: Point,
-    wanted: Wanted,
+    wanted: SourceRequest,
     sources: tuple[SourceLists, ...],
     in_storage: dict[str, set[int]],
     same: bool,
@@ -156,7 +158,9 @@ def check(
             assert cursor.sources.get(name) == place, "a source was moved that was not restarted"
 
 
-def train(chance: random.Random, sources: tuple[SourceLists, ...], wanted: Wanted, parent: Point) -> Point:
+def train(
+    chance: random.Random, sources: tuple[SourceLists, ...], wanted: SourceRequest, parent: Point
+) -> Point:
     cursor, read = moved(sources, parent.cursor), dict(parent.read)
     places = dict(cursor.sources)
     for source in sources:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from orchestrator.trainer.comm.reshard import Pending
+from orchestrator.trainer.comm.reshard import PendingMessage
 
 Result = TypeVar("Result")
 LIMIT = datetime.timedelta(seconds=240)
@@ -25,10 +25,10 @@ class GlooPeers:
     def __init__(self, group: dist.ProcessGroupGloo) -> None:
         self._group = group
 
-    def give(self, buffer: Tensor, rank: int) -> Pending:
+    def give(self, buffer: Tensor, rank: int) -> PendingMessage:
         return self._group.send([buffer], rank, 0)
 
-    def take(self, buffer: Tensor, rank: int) -> Pending:
+    def take(self, buffer: Tensor, rank: int) -> PendingMessage:
         return self._group.recv([buffer], rank, 0)
 
 

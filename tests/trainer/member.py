@@ -24,7 +24,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
-from orchestrator.launch.member.remote_membership import Place, RemoteMembership
+from orchestrator.launch.member.remote_membership import MemberAddress, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
@@ -205,7 +205,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     say_where_it_stands(root, name)
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
     calls = LinkCalls(address, name)
-    place = Place(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
+    place = MemberAddress(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
     # what a member makes of a busy machine is no part of what these tests show
     membership = RemoteMembership(calls, LAUNCH, place, look=lambda: None)
     membership.member = name

@@ -1,5 +1,5 @@
 """A model of a group that saves while it trains, around the real `SaveSlot`, `SaveTriggers`,
-`CommitMachine` and `Places`, and a search over all interleavings.
+`CommitMachine` and `RankHistory`, and a search over all interleavings.
 
 What members hold is modelled as in `tests/elastic/group_model.py`: a state is the tuple of the generations
 that trained its steps. A staging buffer and a part in storage hold such a state too, or TORN if it was
@@ -33,7 +33,7 @@ from orchestrator.checkpoint.commit.commit_events import (
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
-from orchestrator.coordinator.machine.launch_history import Places
+from orchestrator.coordinator.machine.launch_history import RankHistory
 from orchestrator.records.membership import ControlRequests
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.saving import save_machines
@@ -109,7 +109,7 @@ class World(NamedTuple):
 
     members: tuple[Member, ...]
     machine: CommitMachine
-    places: Places
+    places: RankHistory
     ranks: tuple[tuple[int, ...], ...]
     truth: tuple[tuple[StateKey, State], ...] = ()
     parts: frozenset[tuple[StateKey, int, State]] = frozenset()
@@ -174,7 +174,7 @@ def search(rules: Rules, limit: int = 3_000_000) -> Result:
 
 def first_world(rules: Rules) -> World:
     """Two members begin generation 1 from nothing."""
-    places = Places(1)
+    places = RankHistory(1)
     machine, _ = CommitMachine(attempt=1, kept=KeptPoints(keep_latest=9), vote_limit_s=60).on(
         GenerationFormed(generation=1, parent=None)
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, flat_part
+from orchestrator.planning.state.state_layout import BufferRows, Layout, StateTensor, flat_part
 from orchestrator.trainer.saving.staging import StagingBuffer
 
 
-def placed(tensors: list[Tensor]) -> list[tuple[Place, Tensor]]:
+def placed(tensors: list[Tensor]) -> list[tuple[BufferRows, Tensor]]:
     """Where one rank alone stages them."""
     whole = [
         StateTensor(
@@ -26,7 +26,7 @@ def placed(tensors: list[Tensor]) -> list[tuple[Place, Tensor]]:
     return list(zip(part.places, tensors, strict=True))
 
 
-def content(buffer: StagingBuffer, copies: list[tuple[Place, Tensor]]) -> list[bytes]:
+def content(buffer: StagingBuffer, copies: list[tuple[BufferRows, Tensor]]) -> list[bytes]:
     """What another process finds at the places."""
     data = Path(buffer.path).read_bytes()
     return [data[place.offset : place.offset + place.num_bytes] for place, _ in copies]

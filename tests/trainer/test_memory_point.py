@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from xxhash import xxh3_128
 
-from orchestrator.elastic.state_selection import Holding, newest_complete
+from orchestrator.elastic.state_selection import ShardHolding, newest_complete
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
 from orchestrator.records.cursor import Cursor
@@ -168,9 +168,9 @@ class Ranks:
         with self.changed:
             assert self.changed.wait_for(what, LIMIT_S), "nothing happened in time"
 
-    def held(self, without: Sequence[int] = ()) -> list[Holding]:
+    def held(self, without: Sequence[int] = ()) -> list[ShardHolding]:
         return [
-            Holding(member=str(rank), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
+            ShardHolding(member=str(rank), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
             for rank, points in enumerate(self.points)
             if rank not in without
             for h in points.holdings()

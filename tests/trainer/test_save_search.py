@@ -15,7 +15,7 @@ from orchestrator.trainer.saving.save_machines import (
     Event,
     Report,
     SaveSlot,
-    Stage,
+    SlotStage,
     Staged,
     Stopped,
     StopWriting,
@@ -57,8 +57,8 @@ class VotesBeforeItIsWritten(SaveSlot):
         if isinstance(event, Written):
             return self, ()
         after, actions = super().on(event)
-        if isinstance(event, Staged) and after.stage is Stage.WRITING:
-            return replace(after, stage=Stage.VOTED), (*actions, CastVote(key=event.key))
+        if isinstance(event, Staged) and after.stage is SlotStage.WRITING:
+            return replace(after, stage=SlotStage.VOTED), (*actions, CastVote(key=event.key))
         return after, actions
 
 
@@ -76,11 +76,11 @@ class ReportsWhileItWrites(SaveSlot):
     """Planted mistake: who is called off reports it before the writing has ended."""
 
     def on(self, event: Event) -> tuple[SaveSlot, tuple[Action, ...]]:
-        if self.stage is Stage.REPORTING and isinstance(event, (Written, Stopped)):
+        if self.stage is SlotStage.REPORTING and isinstance(event, (Written, Stopped)):
             return self, ()
         after, actions = super().on(event)
         if isinstance(event, CallOff) and any(isinstance(action, StopWriting) for action in actions):
-            return replace(after, stage=Stage.REPORTING), (Report(key=event.key, reason="called off"),)
+            return replace(after, stage=SlotStage.REPORTING), (Report(key=event.key, reason="called off"),)
         return after, actions
 
 
@@ -96,7 +96,7 @@ class FreeOnceItHasVoted(SaveSlot):
 
     @property
     def is_free(self) -> bool:
-        return self.stage in (Stage.FREE, Stage.VOTED)
+        return self.stage in (SlotStage.FREE, SlotStage.VOTED)
 
 
 @pytest.mark.quick(

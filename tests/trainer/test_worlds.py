@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
-from orchestrator.inspect.run_control import Asking
+from orchestrator.inspect.run_control import SentRequest
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import LEFT
 from tests.trainer.feed import FormulaFeed
@@ -116,9 +116,9 @@ def test_what_is_asked_for_from_outside_is_done_and_answered(tmp_path):
     with members(tmp_path, ["a", "b"], job=job) as group:
         launch, store = group.launch, RunStore(group.launch.storage)
         launch.wait_for(lambda: len(launch.records) >= 2)
-        saved = Asking(store, SAVE).answer(lambda: True)
+        saved = SentRequest(store, SAVE).answer(lambda: True)
         (point,) = launch.points
-        stopped = Asking(store, STOP).answer(lambda: True)
+        stopped = SentRequest(store, STOP).answer(lambda: True)
         group.finish()
     assert (saved.request, saved.outcome, saved.point) == (1, "done", point)
     last = launch.last_point().key
@@ -132,7 +132,7 @@ def test_a_stop_now_ends_the_run_without_a_save(tmp_path):
     with members(tmp_path, ["a", "b"], job=job) as group:
         launch = group.launch
         launch.wait_for(lambda: len(launch.records) >= 2)
-        stopped = Asking(RunStore(launch.storage), STOP_NOW).answer(lambda: True)
+        stopped = SentRequest(RunStore(launch.storage), STOP_NOW).answer(lambda: True)
         group.finish()
     assert stopped.outcome == "done"
     assert "all is trained again" in stopped.text

@@ -38,9 +38,9 @@ from orchestrator.checkpoint.commit.pending_save import (
     ALL_SILENT,
     NOBODY_LEFT,
     UNDER_WAY,
-    Departures,
-    Save,
-    Stage,
+    DepartedRanks,
+    PendingSave,
+    SaveStage,
     first_of,
     set_of,
 )
@@ -89,9 +89,9 @@ class CommitMachine:
     vote_limit_s: float
     generation: int = 0
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
-    departures: Mapping[int, Departures] = field(default_factory=dict)
+    departures: Mapping[int, DepartedRanks] = field(default_factory=dict)
     discarding: Mapping[StateKey, int] = field(default_factory=dict)
-    saves: Mapping[StateKey, Save] = field(default_factory=dict)
+    saves: Mapping[StateKey, PendingSave] = field(default_factory=dict)
     # reason for giving up; None: acknowledged
     outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)
     asked_s: float = 0.0  # when it last checked for a newer claim by itself; the clock of `CHECK_EVERY_S`
@@ -159,7 +159,9 @@ class CommitMachine:
         the other.
         """
         key = min(self.saves, default=None)
-        if self.fenced or key is None or any(s.stage is not Stage.COLLECTING for s in self.saves.values()):
+        if self.fenced or key is None or any(
+            s.stage is not SaveStage.COLLECTING for s in self.saves.values()
+        ):
             return self, ()
         if not self.saves[key].is_complete:
             return self, ()
@@ -170,7 +172,7 @@ class CommitMachine:
             after, next_ones = after._take_up_next()
             return after, (*actions, *next_ones)
         records = tuple({record.key: record for voted in votes for record in voted.records}.values())
-        return self._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
+        return self._move(key, SaveStage.FLUSHING), (FlushJournal(key=key, records=records),)
 
     def _part_grows(self, event: PartGrows) -> tuple[CommitMachine, tuple[Action, ...]]:
         """A save that was reported once is waited for, even if no rank ever votes."""
@@ -205,7 +207,7 @@ class CommitMachine:
             return self, ()
         left = known.left_out(event.rank) if event.writing else known.over(event.rank, event.saving)
         after = dataclasses.replace(self, departures={**self.departures, event.generation: left})
-        waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
+        waiting = [save for save in after.saves.values() if save.stage is SaveStage.COLLECTING]
         doomed = {
             save.key: missing for save in waiting if (missing := after._missing_voter(save)) is not None
         }
@@ -216,9 +218,9 @@ class CommitMachine:
         return after, (*actions, *discards)
 
     def _journal_durable(self, event: JournalDurable) -> tuple[CommitMachine, tuple[Action, ...]]:
-        if not self._is_at(event.key, Stage.FLUSHING):
+        if not self._is_at(event.key, SaveStage.FLUSHING):
             return self, ()
-        return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
+        return self._move(event.key, SaveStage.CLEARING), (CheckNewerClaim(key=event.key),)
 
     def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
         if event.newer or event.lost:
@@ -231,13 +233,13 @@ class CommitMachine:
         """Continues after a check that found no newer claim."""
         if key is None:
             return self._prune(new_point=False)
-        if self._is_at(key, Stage.CLEARING):
+        if self._is_at(key, SaveStage.CLEARING):
             save = self.saves[key]
             write = WriteCommit(
                 key=key, votes=save.votes, parent=self.parents[key.generation], started_s=save.started_s
             )
-            return self._move(key, Stage.WRITING), (write,)
-        if not self._is_at(key, Stage.CHECKING):
+            return self._move(key, SaveStage.WRITING), (write,)
+        if not self._is_at(key, SaveStage.CHECKING):
             return self, ()
         ranks = self.saves[key].ranks
         after = dataclasses.replace(self._decided({key: None}), kept=self.kept.with_point(key.point_name))
@@ -245,11 +247,11 @@ class CommitMachine:
         return after, (Acknowledge(key=key, ranks=ranks), *actions)
 
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
-        if not self._is_at(event.key, Stage.WRITING):
+        if not self._is_at(event.key, SaveStage.WRITING):
             return self, ()
         kept = self.kept.with_loss(event.key.point_name, event.mean_loss)
         after = dataclasses.replace(self, kept=kept)
-        return after._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
+        return after._move(event.key, SaveStage.CHECKING), (CheckNewerClaim(key=event.key),)
 
     def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
         if event.key not in self.saves:
@@ -284,7 +286,7 @@ class CommitMachine:
         }
         return dataclasses.replace(self, departures=kept)
 
-    def _left(self, generation: int) -> Departures:
+    def _left(self, generation: int) -> DepartedRanks:
         if (left := self.departures.get(generation)) is not None:
             return left
         pruned = generation <= self.generation - 2 and all(k.generation != generation for k in self.saves)
@@ -338,10 +340,12 @@ class CommitMachine:
     def _is_foreign(self, key: StateKey) -> bool:
         return key.attempt != self.attempt or key.generation not in self.parents
 
-    def _save(self, key: StateKey, world_size: int, now_s: float) -> Save:
-        return self.saves.get(key) or Save(key=key, world_size=world_size, started_s=now_s, moved_s=now_s)
+    def _save(self, key: StateKey, world_size: int, now_s: float) -> PendingSave:
+        return self.saves.get(key) or PendingSave(
+            key=key, world_size=world_size, started_s=now_s, moved_s=now_s
+        )
 
-    def _missing_voter(self, save: Save) -> int | None:
+    def _missing_voter(self, save: PendingSave) -> int | None:
         """Returns the first rank that has not voted for the save and never will."""
         left = self._left(save.key.generation)
         return first_of(left.missing(save.key, save.waited_for))
@@ -360,13 +364,13 @@ class CommitMachine:
         after = dataclasses.replace(self, discarding={key: ranks for key, ranks in writing.items() if ranks})
         return after, tuple(DiscardSave(name=key.point_name) for key, ranks in writing.items() if not ranks)
 
-    def _is_at(self, key: StateKey, stage: Stage) -> bool:
+    def _is_at(self, key: StateKey, stage: SaveStage) -> bool:
         return key in self.saves and self.saves[key].stage is stage
 
-    def _with(self, save: Save) -> CommitMachine:
+    def _with(self, save: PendingSave) -> CommitMachine:
         return dataclasses.replace(self, saves={**self.saves, save.key: save})
 
-    def _move(self, key: StateKey, stage: Stage) -> CommitMachine:
+    def _move(self, key: StateKey, stage: SaveStage) -> CommitMachine:
         return self._with(dataclasses.replace(self.saves[key], stage=stage))
 
     def _decided(self, outcomes: Mapping[StateKey, str | None]) -> CommitMachine:

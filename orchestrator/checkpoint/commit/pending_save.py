@@ -16,7 +16,7 @@ from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 
 
-class Stage(Enum):
+class SaveStage(Enum):
     """The stage of a save. From WRITING on its COMMIT may exist, so that it can only be awaited."""
 
     COLLECTING = "waits for votes, or for an older save to be decided"
@@ -26,11 +26,11 @@ class Stage(Enum):
     CHECKING = "asks for a newer claim before the answer"
 
 
-UNDER_WAY = (Stage.WRITING, Stage.CHECKING)
+UNDER_WAY = (SaveStage.WRITING, SaveStage.CHECKING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Save:
+class PendingSave:
     """One save that is not decided yet.
 
     `rows` are its votes in the order of their arrival. `voted` and `failed` are sets of ranks (see `set_of`):
@@ -44,12 +44,12 @@ class Save:
     world_size: int
     started_s: float
     moved_s: float
-    stage: Stage = Stage.COLLECTING
+    stage: SaveStage = SaveStage.COLLECTING
     rows: tuple[tuple[Vote, ...], ...] = ()
     voted: int = 0
     failed: int = 0
 
-    def with_vote(self, vote: Vote, now_s: float) -> Save:
+    def with_vote(self, vote: Vote, now_s: float) -> PendingSave:
         """Returns the save with one more vote, which arrived at `now_s`."""
         rows = list(self.rows)
         last: tuple[Vote, ...] = (vote,)
@@ -109,7 +109,7 @@ def first_of(ranks: int) -> int | None:
 #
 # It tracks whose votes will never arrive, and which ranks no longer write a part of a save.
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Departures:
+class DepartedRanks:
     """The departures from one generation. All fields are sets of ranks (`checkpoint.commit.pending_save`).
 
     `silent` ranks cast no vote any more, except for the save for which they are in `owed`. `quiet` ranks
@@ -122,21 +122,21 @@ class Departures:
     owed: Mapping[StateKey, int] = field(default_factory=dict)
     writing: Mapping[StateKey, int] = field(default_factory=dict)
 
-    def over(self, rank: int, saving: StateKey | None = None) -> Departures:
+    def over(self, rank: int, saving: StateKey | None = None) -> DepartedRanks:
         """`rank` has left. It is dead, or stated that it has settled all saves that it began, except
         `saving`.
 
         Settled means voted for, or reported as failed. Replaces what was known before.
         """
         who = set_of(rank)
-        return Departures(
+        return DepartedRanks(
             silent=self.silent | who,
             quiet=self.quiet | who,
             owed=_only(self.owed, who, saving),
             writing=_only(self.writing, who, saving),
         )
 
-    def left_out(self, rank: int) -> Departures:
+    def left_out(self, rank: int) -> DepartedRanks:
         """`rank` is no longer waited for, and it is unknown what it writes."""
         who = set_of(rank)
         return dataclasses.replace(self, silent=self.silent | who, owed=_only(self.owed, who, None))
@@ -155,9 +155,9 @@ class Departures:
         return waited_for & (~self.quiet | self.writing.get(key, 0))
 
 
-NOBODY_LEFT = Departures()
+NOBODY_LEFT = DepartedRanks()
 # for a generation whose details are no longer stored: no rank votes, and any may still write
-ALL_SILENT = Departures(silent=-1)
+ALL_SILENT = DepartedRanks(silent=-1)
 
 
 def _only(sets: Mapping[StateKey, int], who: int, key: StateKey | None) -> dict[StateKey, int]:

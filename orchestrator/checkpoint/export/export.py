@@ -24,7 +24,7 @@ from blake3 import blake3
 from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
 from orchestrator.checkpoint.files.manifest import MODEL, PartDamage
 from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadingProgress
@@ -50,7 +50,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class TensorForm:
     """A tensor as it is written. `dtype` is torch's name."""
 
     name: str
@@ -64,10 +64,10 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorBatch:
     """Tensors that are produced together: `make` returns the bytes of each of `forms`, by name."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[TensorForm, ...]
     make: Callable[[], Mapping[str, Buffer]]
 
     @property
@@ -77,7 +77,7 @@ class Piece:
 
 
 def write_tensors(
-    storage: Storage, folder: str, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES
+    storage: Storage, folder: str, pieces: Iterable[TensorBatch], shard_bytes: int = SHARD_BYTES
 ) -> list[FileEntry]:
     """Writes new files in `folder`: `model.safetensors`, or shards of at most `shard_bytes` and their index.
 
@@ -109,8 +109,8 @@ def write_file(storage: Storage, folder: str, name: str, data: bytes) -> FileEnt
     return dataclasses.replace(written, path=name)
 
 
-def _shards(pieces: Sequence[Piece], shard_bytes: int) -> list[list[Piece]]:
-    shards: list[list[Piece]] = [[]]
+def _shards(pieces: Sequence[TensorBatch], shard_bytes: int) -> list[list[TensorBatch]]:
+    shards: list[list[TensorBatch]] = [[]]
     room = shard_bytes
     for piece in pieces:
         if shards[-1] and piece.num_bytes > room:
@@ -121,7 +121,7 @@ def _shards(pieces: Sequence[Piece], shard_bytes: int) -> list[list[Piece]]:
     return shards
 
 
-def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[Piece]) -> FileEntry:
+def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[TensorBatch]) -> FileEntry:
     head = _header([form for piece in shard for form in piece.forms])
     size = len(head) + sum(piece.num_bytes for piece in shard)
     digest = ""
@@ -144,7 +144,7 @@ def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[Piece
     return FileEntry(path=name, bytes=size, digest=digest)
 
 
-def _header(forms: Iterable[Form]) -> bytes:
+def _header(forms: Iterable[TensorForm]) -> bytes:
     """Returns the header: its length, and JSON with each tensor's place, padded with spaces to a multiple of
     8 bytes.
     """
@@ -189,7 +189,7 @@ class PointTensors:
         data = bytearray(num_bytes(entry.dtype, entry.shape))
         rows = range(entry.shape[0] if entry.shape else 1)
         try:
-            self._reader.read({(entry.group, entry.name): Wanted(rows=rows, target=BytesTarget(data))})
+            self._reader.read({(entry.group, entry.name): TensorRequest(rows=rows, target=BytesTarget(data))})
         except PartDamage as error:
             damage = Damage(point=self._name, file=error.file, reason=error.reason)
             raise ResumePointError(
@@ -333,7 +333,7 @@ def _require_free(folder: Path, run: str) -> None:
 
 def _pieces(
     store: RunStore, point: Point, tensors: PointTensors, dtype: str | None
-) -> tuple[list[Piece], dict[str, bytes]]:
+) -> tuple[list[TensorBatch], dict[str, bytes]]:
     """Returns what is written of the tensors, and the configuration files."""
     own = orjson.dumps(_sections(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     config = model_of(in_todays_fields(point.config))
@@ -349,8 +349,8 @@ def _pieces(
         return form.make(group, {n: (tensors.read(by_name[n]), *shapes[n]) for n in group.names})
 
     pieces = [
-        Piece(
-            forms=tuple(Form(name=n, dtype=kind, shape=shape) for n, kind, shape in group.becomes),
+        TensorBatch(
+            forms=tuple(TensorForm(name=n, dtype=kind, shape=shape) for n, kind, shape in group.becomes),
             make=partial(make, group),
         )
         for group in form.groups
@@ -358,15 +358,15 @@ def _pieces(
     return pieces, {**form.files, RUN_CONFIG: own}
 
 
-def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> Piece:
+def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> TensorBatch:
     """Returns a tensor under its own name."""
     if dtype is None:
-        form = Form(name=entry.name, dtype=entry.dtype, shape=entry.shape)
-        return Piece(forms=(form,), make=lambda: {entry.name: tensors.read(entry)})
+        form = TensorForm(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+        return TensorBatch(forms=(form,), make=lambda: {entry.name: tensors.read(entry)})
     from orchestrator.trainer.weights.saved_form import cast_bytes, cast_name
 
-    form = Form(name=entry.name, dtype=cast_name(entry.dtype, dtype), shape=entry.shape)
-    return Piece(
+    form = TensorForm(name=entry.name, dtype=cast_name(entry.dtype, dtype), shape=entry.shape)
+    return TensorBatch(
         forms=(form,), make=lambda: {entry.name: cast_bytes(tensors.read(entry), entry.dtype, dtype)}
     )
 

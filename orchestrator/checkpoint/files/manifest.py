@@ -55,7 +55,7 @@ def damaged(point: str, damage: PartDamage) -> DamagedPointError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class PartManifest:
     """The tensors of the point `point`, by (group, name), and its tensor files, by path.
 
     The rows in each file follow from `layout`.
@@ -144,7 +144,7 @@ def require_known(written: Any, what: str) -> None:
     )
 
 
-def read_manifest(storage: Storage, point: str) -> Manifest:
+def read_manifest(storage: Storage, point: str) -> PartManifest:
     """Reads the manifest of a point from the point's own folder. parts.json must be the one that COMMIT
     lists.
 
@@ -174,7 +174,7 @@ def read_manifest(storage: Storage, point: str) -> Manifest:
     return manifest_of(point, files, parts)
 
 
-def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> Manifest:
+def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> PartManifest:
     """Builds the manifest of a point from the list of files in its COMMIT and the content of its parts.json.
 
     Raises `PartDamage` of parts.json if they do not fit together, `OtherFormatError` if another version wrote
@@ -191,7 +191,7 @@ def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]
     raise PartDamage(PARTS, f"has format {found}, this version reads {FORMAT}")
 
 
-def _manifest(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]) -> Manifest:
+def _manifest(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]) -> PartManifest:
     sizes = parts["layout"]
     layout = Layout(num_shards=sizes["num_shards"], num_replicas=sizes["num_replicas"])
     tensors: dict[Name, SavedTensor] = {}
@@ -210,4 +210,4 @@ def _manifest(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]
     if listed.keys() != expected:
         odd = sorted(listed.keys() ^ expected)
         raise ValueError(f"its layout {layout} and the files in COMMIT differ by {odd[:5]}")
-    return Manifest(point=point, layout=layout, tensors=tensors, files=listed)
+    return PartManifest(point=point, layout=layout, tensors=tensors, files=listed)

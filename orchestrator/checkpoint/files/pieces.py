@@ -35,7 +35,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes of a file with one digest, all of one tensor.
 
     `length` of these bytes, from `skip` on, are wanted at byte `at` of `target` (None: they are only
@@ -77,7 +77,7 @@ class _Request:
     file: str
     start: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     into: memoryview | None
 
 
@@ -103,7 +103,7 @@ class PieceFetcher:
         self._buffers: list[memoryview] = []  # the free buffers
         self._hasher = blake3()
 
-    def fetch(self, pieces: Iterable[Piece]) -> None:
+    def fetch(self, pieces: Iterable[FilePiece]) -> None:
         """Fills the targets of these pieces, file by file, each from begin to end.
 
         Raises `PartDamage` naming the first file in this order whose bytes are not the committed ones, and
@@ -175,7 +175,7 @@ def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _requests(pieces: Iterable[Piece]) -> Iterator[_Request]:
+def _requests(pieces: Iterable[FilePiece]) -> Iterator[_Request]:
     for group in _together(pieces):
         first, last = group[0], group[-1]
         if len(group) > 1:
@@ -191,9 +191,9 @@ def _requests(pieces: Iterable[Piece]) -> Iterator[_Request]:
             )
 
 
-def _together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _together(pieces: Iterable[FilePiece]) -> Iterator[list[FilePiece]]:
     """Yields small consecutive pieces, to be read together, and each large one by itself."""
-    group: list[Piece] = []
+    group: list[FilePiece] = []
     num_bytes = 0
     for piece in pieces:
         follows = (
@@ -211,7 +211,7 @@ def _together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _compare(piece: Piece, hasher: blake3) -> None:
+def _compare(piece: FilePiece, hasher: blake3) -> None:
     found = hasher.hexdigest(length=len(piece.digest) // 2)
     if found != piece.digest:
         raise PartDamage(
@@ -221,7 +221,7 @@ def _compare(piece: Piece, hasher: blake3) -> None:
         )
 
 
-def _give(piece: Piece, data: memoryview, done: int) -> None:
+def _give(piece: FilePiece, data: memoryview, done: int) -> None:
     """Writes the wanted part of `data`, which begins `done` bytes after the piece's begin."""
     first, last = max(piece.skip, done), min(piece.skip + piece.length, done + len(data))
     if piece.target is not None and first < last:

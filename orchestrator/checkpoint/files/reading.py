@@ -11,9 +11,9 @@ from typing import TypeVar
 from blake3 import blake3
 from typing_extensions import override
 
-from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage
+from orchestrator.checkpoint.files.manifest import Name, PartDamage, PartManifest
 from orchestrator.checkpoint.files.part_file import Extent, parse_header, part_path, read_header
-from orchestrator.checkpoint.files.pieces import Piece, PieceFetcher, Target, new_buffer
+from orchestrator.checkpoint.files.pieces import FilePiece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.state.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
 from orchestrator.storage.parallel import at_once
@@ -21,7 +21,7 @@ from orchestrator.storage.parallel import at_once
 Result = TypeVar("Result")
 
 
-def _by_place(piece: Piece) -> tuple[str, int]:
+def _by_place(piece: FilePiece) -> tuple[str, int]:
     return piece.file, piece.start
 
 
@@ -41,7 +41,7 @@ class BytesTarget(Target):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class TensorRequest:
     """Rows of a tensor, and their target."""
 
     rows: range
@@ -57,13 +57,13 @@ class PointReader:
     """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest, make_buffer: Callable[[int], memoryview] = new_buffer
+        self, storage: Storage, manifest: PartManifest, make_buffer: Callable[[int], memoryview] = new_buffer
     ) -> None:
         self._storage, self._manifest, self._make_buffer = storage, manifest, make_buffer
         self._extents: dict[str, dict[Name, Extent]] = {}
         self._sums: dict[str, dict[str, int]] = {}
 
-    def read(self, wanted: Mapping[Name, Wanted]) -> None:
+    def read(self, wanted: Mapping[Name, TensorRequest]) -> None:
         """Fills all targets, file by file, each from begin to end.
 
         Raises `PartDamage` naming the file whose bytes are not the committed ones, and `StorageError`. Then
@@ -71,13 +71,13 @@ class PointReader:
         """
         self.fetch(self.pieces(wanted))
 
-    def pieces(self, wanted: Mapping[Name, Wanted]) -> list[Piece]:
+    def pieces(self, wanted: Mapping[Name, TensorRequest]) -> list[FilePiece]:
         """Returns all pieces that contain wanted rows, sorted by file and place.
 
         The list is the same wherever the same rows are wanted. Reads headers, several at a time from remote
         storage. Raises as `extents`.
         """
-        found: list[Piece] = []
+        found: list[FilePiece] = []
         files = (file for name, want in wanted.items() for file in self._manifest.files_of(name, want.rows))
         at_once(self._storage, self.extents, [*dict.fromkeys(files)])
         for name, want in wanted.items():
@@ -92,13 +92,13 @@ class PointReader:
         return sorted(found, key=_by_place)
 
     def fetch(
-        self, pieces: Iterable[Piece], was_read: Callable[[int], None] = lambda num_bytes: None
+        self, pieces: Iterable[FilePiece], was_read: Callable[[int], None] = lambda num_bytes: None
     ) -> None:
         """Fills the targets of these pieces.
 
         `was_read` is called with a number of bytes once they are verified. Raises as `read`.
         """
-        together = list[Piece]()
+        together = list[FilePiece]()
         for file, group in groupby(sorted(pieces, key=_by_place), key=attrgetter("file")):
             if self._storage.on_nodes(self._path(file)):
                 self._fetch_any_copy(file, list(group), was_read)
@@ -182,7 +182,9 @@ class PointReader:
         return part.extents
 
     # ---------------------------------------------------------------------- pieces
-    def _pieces(self, file: str, name: Name, extent: Extent, want: Wanted | None) -> Iterator[Piece]:
+    def _pieces(
+        self, file: str, name: Name, extent: Extent, want: TensorRequest | None
+    ) -> Iterator[FilePiece]:
         """Yields the pieces of an extent that contain wanted rows (`want` None: all, without a target)."""
         row_bytes = extent.num_bytes // len(extent.rows) if extent.rows else 0
         begin = extent.rows.start * row_bytes  # of the extent in the tensor
@@ -193,7 +195,7 @@ class PointReader:
             start, stop = max(begin + first, low), min(begin + first + num_bytes, high)
             if want is not None and start >= stop:
                 continue
-            yield Piece(
+            yield FilePiece(
                 file=file,
                 tensor=name,
                 start=extent.start + first,
@@ -224,7 +226,7 @@ class PointReader:
         if found != committed:
             raise PartDamage(file, f"has {found} bytes, committed were {committed}")
 
-    def _fetch_any_copy(self, file: str, pieces: list[Piece], was_read: Callable[[int], None]) -> None:
+    def _fetch_any_copy(self, file: str, pieces: list[FilePiece], was_read: Callable[[int], None]) -> None:
         """Uses only this thread, because the place of the last read is recorded per thread."""
         self._again(file, lambda: self._fetcher(self._make_buffer, 1, was_read).fetch(pieces))
 

@@ -131,7 +131,7 @@ HOLDS_S = 30.0  # how long the nodes' answers about themselves are used
 _MISSED_S = 5.0  # and the answer that no node has a place
 
 
-class Answer(Protocol):
+class FutureAnswer(Protocol):
     """The future answer of a call."""
 
     def get(self, check: Callable[[], None] | None = None) -> Any:
@@ -154,7 +154,7 @@ class Servers(Protocol):
         """Returns the nodes that are alive."""
         ...
 
-    def call(self, node: str, method: str, *arguments: Any) -> Answer:
+    def call(self, node: str, method: str, *arguments: Any) -> FutureAnswer:
         """Calls the `NodeServer` of a node. Does not wait."""
         ...
 
@@ -279,11 +279,11 @@ class ReachedNodes(Nodes):
         """Records that workers write to the folder of this process's node. Raises `UnreachableNodeError`."""
         self._servers.call(self._servers.own(), "workers_came").get()
 
-    # ---------------------------------------------------------------------- as `Copies`
+    # ---------------------------------------------------------------------- as `CopyTransport`
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """Has another node copy a part, as `rank_files.Copies`.
+        """Has another node copy a part, as `rank_files.CopyTransport`.
 
         The other node is the next one on which workers write (`copy_placement.keeper`).
         """

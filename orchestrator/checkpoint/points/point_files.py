@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from orchestrator.checkpoint.files.manifest import MODEL, PARTS, Manifest, parts_document
+from orchestrator.checkpoint.files.manifest import MODEL, PARTS, PartManifest, parts_document
 from orchestrator.checkpoint.files.part_file import FOLDER, FORMAT
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
@@ -19,7 +19,7 @@ from orchestrator.checkpoint.points.points import COMMIT, CONFIG, CURSOR, DOCUME
 from orchestrator.checkpoint.points.quarantine import QuarantineFiles
 from orchestrator.checkpoint.points.run_file import RUN_FILE, read_run
 from orchestrator.checkpoint.points.sealed_votes import REMOVED, VOTES, decides
-from orchestrator.checkpoint.points.verify import POINTS, Stretch, point_path
+from orchestrator.checkpoint.points.verify import POINTS, FileRange, point_path
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout
@@ -35,7 +35,7 @@ class Each(Protocol):
     """`map`, or an equivalent that uses threads."""
 
     def __call__(
-        self, look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch], /
+        self, look: Callable[[FileRange], Damage | None], stretches: Sequence[FileRange], /
     ) -> Iterable[Damage | None]:
         """Calls `look` for each stretch; returns the results in order."""
 
@@ -121,7 +121,7 @@ class PointFiles(QuarantineFiles):
             raise damaged_point([error.damage]) from error
         return Point(name=name, commit=commit, cursor=cursor, config=config)
 
-    def read_manifest(self, name: str) -> Manifest:
+    def read_manifest(self, name: str) -> PartManifest:
         """Returns a point's tensors and the places of their rows. Raises `ResumePointError` naming the
         damaged file.
         """
@@ -461,12 +461,14 @@ class PointFiles(QuarantineFiles):
                 code="run.second_writer",
             )
 
-    def _check(self, name: str, stretch: Stretch, with_digest: bool) -> None:
+    def _check(self, name: str, stretch: FileRange, with_digest: bool) -> None:
         verify.check_file(self.storage, name, stretch.entry, with_digest=with_digest)
 
     @staticmethod
-    def _damages(each: Each, stretches: Sequence[Stretch], check: Callable[[Stretch], None]) -> list[Damage]:
-        def look(stretch: Stretch) -> Damage | None:
+    def _damages(
+        each: Each, stretches: Sequence[FileRange], check: Callable[[FileRange], None]
+    ) -> list[Damage]:
+        def look(stretch: FileRange) -> Damage | None:
             try:
                 check(stretch)
             except verify.DamageError as error:

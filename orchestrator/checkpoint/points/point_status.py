@@ -20,7 +20,7 @@ from orchestrator.history.journal.journal_lines import DamagedLines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fates:
+class PointStatus:
     """Names of points.
 
     `kept` were committed, and were not to be deleted: without COMMIT they are damaged. `deleted` are gone or
@@ -31,15 +31,15 @@ class Fates:
     kept: frozenset[str]
     deleted: frozenset[str]
 
-    def without(self, pruned: frozenset[str]) -> Fates:
+    def without(self, pruned: frozenset[str]) -> PointStatus:
         """Adds the points that a process deletes or has deleted (`PinFiles.deletions`).
 
         These deletions are in no journal if no launch of the run made them.
         """
-        return Fates(kept=self.kept - pruned, deleted=self.deleted | pruned)
+        return PointStatus(kept=self.kept - pruned, deleted=self.deleted | pruned)
 
 
-def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iterable[str]) -> Fates:
+def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iterable[str]) -> PointStatus:
     """Classifies points from the journal's events (kind, fields) and the names that claims inherited.
 
     Inherited points were committed, even if the journal ended before their commit event.
@@ -50,7 +50,7 @@ def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iter
             committed.add(fields["point"])
         elif kind in (EventKind.DELETING_POINTS, EventKind.POINTS_DELETED):
             deleted.update(fields["points"])
-    return Fates(kept=frozenset(committed - deleted), deleted=frozenset(deleted))
+    return PointStatus(kept=frozenset(committed - deleted), deleted=frozenset(deleted))
 
 
 def maybe_deleted(
@@ -83,7 +83,7 @@ class Leftover:
         return f"points/{self.point} was left of a save that was given up; it is removed"
 
 
-def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftover, ...]:
+def remove_leftovers(store: RunStore, number: int, fates: PointStatus) -> tuple[Leftover, ...]:
     """Removes what attempts before `number` left. Called after claim and parent file of `number` are written.
 
     These stay:

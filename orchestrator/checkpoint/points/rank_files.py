@@ -1,8 +1,8 @@
 """The files of points that a rank writes and reads.
 
 With `resume.node_folder`, a rank's parts are written to the disk of its own node, with a copy on another one.
-With the copy, a lost node costs no point. `Copies` transports the copies. Only files that COMMIT lists are
-read.
+With the copy, a lost node costs no point. `CopyTransport` transports the copies. Only files that COMMIT
+lists are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from orchestrator.checkpoint.files.manifest import Manifest
+from orchestrator.checkpoint.files.manifest import PartManifest
 from orchestrator.checkpoint.node_local.node_folder import expanded, make_node, place_in
 from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.checkpoint.writer.part_job import PartCancelled
@@ -22,7 +22,7 @@ from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 
-class Copies(Protocol):
+class CopyTransport(Protocol):
     """Transports copies to another node's disk."""
 
     def keep(
@@ -39,7 +39,7 @@ class Copies(Protocol):
         ...
 
 
-class NoCopies(Copies):
+class NoCopyTransport(CopyTransport):
     """There is only one node."""
 
     @override
@@ -53,7 +53,7 @@ class PartsOnNode:
     """The parts of one rank. Safe to use from threads."""
 
     def __init__(
-        self, folder: str, run: str, address: str, copies: Copies, say: Callable[[str], None]
+        self, folder: str, run: str, address: str, copies: CopyTransport, say: Callable[[str], None]
     ) -> None:
         """`folder` is as configured, `run` as from `node_folder.run_folder`.
 
@@ -95,7 +95,7 @@ class CommittedFiles:
         self.parts = on_node.storage if on_node is not None else storage
         self.placed: Placed | None = on_node.placed if on_node is not None else None
 
-    def manifest(self, point: str) -> Manifest:
+    def manifest(self, point: str) -> PartManifest:
         """Returns the tensors of a point and the digests of their files, as listed in COMMIT.
 
         Thus nothing of another step, or of another save of the same step, is loaded. Raises

@@ -19,8 +19,8 @@ from blake3 import blake3
 from orchestrator.checkpoint.files.manifest import (
     MODEL,
     PARTS,
-    Manifest,
     PartDamage,
+    PartManifest,
     manifest_of,
     require_known,
 )
@@ -106,7 +106,7 @@ def _sum_of(commit: Commit) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class FileRange:
     """A part of a file that is checked by itself: the pieces that begin in [start, start + bytes).
 
     For a document it is the whole file.
@@ -117,21 +117,21 @@ class Stretch:
     bytes: int
 
 
-def whole(entry: FileEntry) -> Stretch:
+def whole(entry: FileEntry) -> FileRange:
     """Returns a stretch that covers a file."""
-    return Stretch(entry=entry, start=0, bytes=entry.bytes)
+    return FileRange(entry=entry, start=0, bytes=entry.bytes)
 
 
-def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
+def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[FileRange]:
     """Splits these tensor files of the point, so that several threads can work on one file."""
     return [
-        Stretch(entry=entry, start=start, bytes=min(STRETCH_BYTES, entry.bytes - start))
+        FileRange(entry=entry, start=start, bytes=min(STRETCH_BYTES, entry.bytes - start))
         for entry in parts
         for start in range(0, max(1, entry.bytes), STRETCH_BYTES)
     ]
 
 
-def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretch) -> None:
+def check_part(storage: Storage, name: str, reader: PointReader, stretch: FileRange) -> None:
     """Raises `DamageError` unless the bytes of a tensor file are as committed."""
     try:
         reader.check(stretch.entry.path, stretch.start, stretch.start + stretch.bytes)
@@ -139,7 +139,7 @@ def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretc
         raise DamageError(name, error.file, error.reason) from error
 
 
-def check_header(name: str, reader: PointReader, part: Stretch) -> None:
+def check_header(name: str, reader: PointReader, part: FileRange) -> None:
     """Raises `DamageError` unless the header of a tensor file is as committed."""
     try:
         reader.extents(part.entry.path)
@@ -244,7 +244,7 @@ def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
     return data
 
 
-def read_manifest(storage: Storage, commit: Commit) -> Manifest:
+def read_manifest(storage: Storage, commit: Commit) -> PartManifest:
     """Returns a point's tensors. Raises `DamageError`."""
     name = commit.key.point_name
     try:
@@ -253,7 +253,7 @@ def read_manifest(storage: Storage, commit: Commit) -> Manifest:
         raise DamageError(name, error.file, error.reason) from error
 
 
-def check_documents(storage: Storage, name: str, commit: Commit) -> Manifest:
+def check_documents(storage: Storage, name: str, commit: Commit) -> PartManifest:
     """Returns the point's manifest. Raises `DamageError` if the documents do not fit together.
 
     Each document is as committed, so that this is a writer's error.
@@ -322,11 +322,11 @@ class ReadAtOnce:
         self._storage, self._progress = storage, ReadingProgress(say, what)
 
     def __call__(
-        self, look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch], /
+        self, look: Callable[[FileRange], Damage | None], stretches: Sequence[FileRange], /
     ) -> Iterable[Damage | None]:
         """Yields what `look` returns, in the order of the stretches."""
 
-        def read(stretch: Stretch) -> Damage | None:
+        def read(stretch: FileRange) -> Damage | None:
             found = look(stretch)
             self._progress.read(stretch.bytes)
             return found

@@ -15,7 +15,7 @@ import orjson
 
 from orchestrator.checkpoint.files.part_file import PartRows, goes_on, make_part, write_part
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.planning.state.state_layout import Layout, Place, StateTensor
+from orchestrator.planning.state.state_layout import BufferRows, Layout, StateTensor
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
@@ -42,7 +42,7 @@ class PartWritten:
 class JobPart:
     """Rows that are to be written: their place in the job's buffer, and torch's name of their type."""
 
-    place: Place
+    place: BufferRows
     dtype: str
 
 
@@ -184,7 +184,7 @@ def job_of(content: dict[str, Any]) -> PartJob:
         rank=content["rank"],
         parts=tuple(
             JobPart(
-                place=Place(
+                place=BufferRows(
                     tensor=StateTensor(
                         group=group, name=name, shape=tuple(shape), itemsize=itemsize, sharded=sharded
                     ),

@@ -32,7 +32,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import (
 )
 from orchestrator.coordinator.attempt.skipping import draw_skip, moved, skip_here
 from orchestrator.coordinator.attempt.source_resolution import (
-    SourcesHere,
+    SourceResolution,
     after_removed,
     read_as,
     sources_here,
@@ -284,7 +284,7 @@ def _after_skip(
 
 
 def _encoders(
-    plan: ResumePlan, data: DataSpec, point: Point | None, here: SourcesHere
+    plan: ResumePlan, data: DataSpec, point: Point | None, here: SourceResolution
 ) -> tuple[EncoderSpan, ...]:
     """Returns the encoders of the plan, and from the point on the encoder of this start."""
     if plan.encoder is None or plan.encoder == plan.encoders[-1].encoder:

@@ -14,7 +14,7 @@ from orchestrator.checkpoint.points.point_files import Each
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.forking import is_folder, point_info
-from orchestrator.coordinator.attempt.source_resolution import SourcesHere
+from orchestrator.coordinator.attempt.source_resolution import SourceResolution
 from orchestrator.coordinator.attempt.survey import Survey, require_listed
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claims import Origin
@@ -173,7 +173,7 @@ class StartData:
 
     identities: tuple[RunIdentity, RunIdentity] | None = None
     spec: DataSpec | None = None
-    sources: SourcesHere | None = None
+    sources: SourceResolution | None = None
     epochs: KnownEpochs | None = None
 
 

@@ -18,12 +18,12 @@ from orchestrator.planning.encoders import Place
 from orchestrator.planning.resume.resume_plan import PointInfo
 from orchestrator.planning.resume.source_lists import (
     ListSpan,
-    Reading,
     RestartClaim,
     RestartDecision,
     SourceChange,
     SourceLists,
-    Wanted,
+    SourceReading,
+    SourceRequest,
     decide_restart,
     first_sources,
     moved,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourcesHere:
+class SourceResolution:
     """What a start reads.
 
     `before` are the sources of what it continues, at `cursor`. `reading` are its own sources and its place in
@@ -52,7 +52,7 @@ class SourcesHere:
     storage: Storage
     before: tuple[SourceLists, ...]
     cursor: Cursor
-    reading: Reading
+    reading: SourceReading
     restart: RestartDecision
 
     def moved(self, point: Point | None) -> Point | None:
@@ -85,7 +85,7 @@ def sources_here(
     info: PointInfo | None,
     parents: Iterable[ClaimParent] = (),
     lineage: Lineage | None = None,
-) -> SourcesHere:
+) -> SourceResolution:
     """Returns what a start of `config` reads that continues the point of `info` (None: none).
 
     `storage` is that of the point's run. `parents` are the run's parent files; a fork that begins has none. A
@@ -106,23 +106,23 @@ def sources_here(
     decision = decide_restart(restart_request(config, where), info.key if info else None, claims, path)
     cursor = info.cursor if info else Cursor()
     if frozen_sources(storage) is None:
-        reading = Reading(sources=first_sources(wanted_of(config)))
+        reading = SourceReading(sources=first_sources(wanted_of(config)))
         decision = replace(decision, sources=frozenset())
-        return SourcesHere(storage=storage, before=(), cursor=cursor, reading=reading, restart=decision)
+        return SourceResolution(storage=storage, before=(), cursor=cursor, reading=reading, restart=decision)
     before = (info.sources if info else ()) or first_of(storage)
     starts = {name: max(map(start_of, versions)) for name, versions in later_versions(storage).items()}
     free = {source.name: starts.get(source.name, 0) + 1 for source in config.data.sources}
     known = frozenset(source.name for source in before)
     sources = next_sources(before, cursor, wanted_of(config, decision.sources & known), free)
-    reading = Reading(sources=sources, cursor=moved(sources, cursor))
-    return SourcesHere(storage=storage, before=before, cursor=cursor, reading=reading, restart=decision)
+    reading = SourceReading(sources=sources, cursor=moved(sources, cursor))
+    return SourceResolution(storage=storage, before=before, cursor=cursor, reading=reading, restart=decision)
 
 
 def first_of(storage: Storage) -> tuple[SourceLists, ...]:
     """Returns the sources of the run's first start; none if it has frozen nothing."""
     from orchestrator.data.frozen import frozen_sources
 
-    return first_sources(Wanted(names=frozen_sources(storage) or ()))
+    return first_sources(SourceRequest(names=frozen_sources(storage) or ()))
 
 
 def plain_reading(config: JobConfig, newest: tuple[SourceLists, ...]) -> bool:
@@ -136,7 +136,7 @@ def plain_reading(config: JobConfig, newest: tuple[SourceLists, ...]) -> bool:
     return plain and names == {source.name for source in newest} and not asks
 
 
-def read_as(config: JobConfig, data: DataSpec, here: SourcesHere) -> DataSpec:
+def read_as(config: JobConfig, data: DataSpec, here: SourceResolution) -> DataSpec:
     """Returns the job's data with the lists that the start reads; `data` itself if it has them.
 
     Raises as `data.dataset.prepare_data`.
@@ -149,7 +149,7 @@ def read_as(config: JobConfig, data: DataSpec, here: SourcesHere) -> DataSpec:
     return call(names_code(config), prepare_data, config, here.storage, here.reading)
 
 
-def has_lists(data: DataSpec, reading: Reading) -> bool:
+def has_lists(data: DataSpec, reading: SourceReading) -> bool:
     """Whether these data are opened for this reading."""
     if data.sources != reading.sources:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
+from orchestrator.checkpoint.points.point_status import PointStatus, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
@@ -67,7 +67,7 @@ class Survey:
     missing: frozenset[str]
     lost: tuple[str, ...]
     foreign: tuple[str, ...]
-    fates: Fates
+    fates: PointStatus
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
     fork: ClaimParent | None = None
@@ -328,7 +328,7 @@ def require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> Non
             continue
 
 
-def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:
+def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> PointStatus:
     inherited = (name for parent in parents for name in parent.inherited)
     return point_fates(((event.kind, event.fields) for event in events), inherited)
 

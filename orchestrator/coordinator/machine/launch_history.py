@@ -129,7 +129,7 @@ class Failures:
         return self._budget.verdict()
 
 
-class Places:
+class RankHistory:
     """The ranks of one attempt's members.
 
     For each member up to three are kept: in its newest generation, in the one that it left at its last join,

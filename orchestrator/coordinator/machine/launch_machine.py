@@ -25,18 +25,23 @@ from orchestrator.coordinator.machine.launch_actions import (
     ended_by,
     is_last,
 )
-from orchestrator.coordinator.machine.launch_history import EarlierCoordinator, Failures, Places, RecentSteps
+from orchestrator.coordinator.machine.launch_history import (
+    EarlierCoordinator,
+    Failures,
+    RankHistory,
+    RecentSteps,
+)
 from orchestrator.coordinator.machine.leaving import Leaving
 from orchestrator.coordinator.machine.reported_errors import (
     OWN,
+    ErrorReport,
     MachineRefused,
-    Report,
     ReportedErrors,
     RunsError,
     WorkersError,
 )
-from orchestrator.coordinator.machine.requests import Answered, Requests, heard_sentence
-from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
+from orchestrator.coordinator.machine.requests import RequestAnswer, Requests, heard_sentence
+from orchestrator.elastic.failure import Failure, FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import ElasticError, FencedError, UnsavedError
@@ -82,7 +87,7 @@ class LaunchMachine:
         self,
         rendezvous: Rendezvous,
         budget: FailureBudget,
-        trouble: StorageTrouble,
+        trouble: StorageOutage,
         terms: LaunchTerms = LaunchTerms(),  # noqa: B008  frozen
         earlier: EarlierCoordinator = EarlierCoordinator(),  # noqa: B008  frozen
         saved: StateKey | None = None,
@@ -100,7 +105,7 @@ class LaunchMachine:
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(earlier.answered)
         self._leaving, self._is_fixed = Leaving(rendezvous, terms.sharded), terms.fixed
-        self._places = Places(rendezvous.attempt)
+        self._places = RankHistory(rendezvous.attempt)
         self._finished = {member: (reason, step) for member, reason, step in earlier.finished}
         self._left_out: set[str] = set()  # left out, and not known to be dead
         self._dead: set[str] = set()
@@ -215,7 +220,7 @@ class LaunchMachine:
         reason = text if fatal else f"{kind}: {text}"
         if kind == UnsavedError.__name__ and self._given_up:
             reason = f"{text}. Why: {self._given_up}"  # a member knows only its own part
-        report = Report(
+        report = ErrorReport(
             member=member,
             kind=kind,
             text=text,
@@ -649,5 +654,5 @@ class LaunchMachine:
         return self.end(reason, end_text(reason, step, trained=self.last_step is not None))
 
 
-def _note(answer: Answered) -> Note:
+def _note(answer: RequestAnswer) -> Note:
     return Note(kind=EventKind.REQUEST_ANSWERED, fields=answer.fields)

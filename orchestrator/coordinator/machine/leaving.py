@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from orchestrator.coordinator.machine.launch_actions import Action, Note, Say, Warn
-from orchestrator.elastic.drain import Course, Decided, Draining, SaveTimes, fits
+from orchestrator.elastic.drain import DrainCourse, DrainDecision, Draining, SaveTimes, fits
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
@@ -41,7 +41,7 @@ class Leaving:
 
     def save_given_up(self, now: float) -> list[Action]:
         """A save was given up."""
-        if self._draining.course is not Course.SAVE_AND_LEAVE or not self._draining.failed(now):
+        if self._draining.course is not DrainCourse.SAVE_AND_LEAVE or not self._draining.failed(now):
             return []
         return self._stay("the save for it was given up")
 
@@ -59,12 +59,12 @@ class Leaving:
         if decided is not None:
             actions += self._told(decided, infos, step_s)
         course = self._draining.course
-        if course in (Course.LEAVE, Course.SAVE_AND_LEAVE):
+        if course in (DrainCourse.LEAVE, DrainCourse.SAVE_AND_LEAVE):
             in_time = self._draining.in_time(self.times.estimate_s, step_s, now)
-            self._rendezvous.leave(course is Course.SAVE_AND_LEAVE, in_time)
+            self._rendezvous.leave(course is DrainCourse.SAVE_AND_LEAVE, in_time)
         else:
             self._rendezvous.stay()
-        return actions, decided is not None and decided.course is Course.SAVE
+        return actions, decided is not None and decided.course is DrainCourse.SAVE
 
     def stop(self, by: str, grace_s: float, step_s: float) -> list[Action]:
         """A stop was requested, and its origin kills the launch in `grace_s` seconds (inf: unknown)."""
@@ -78,7 +78,7 @@ class Leaving:
         self._rendezvous.stay()
         return [Warn(text=sentences.cannot_leave(why))]
 
-    def _told(self, decided: Decided, infos: Mapping[str, MemberInfo], step_s: float) -> list[Action]:
+    def _told(self, decided: DrainDecision, infos: Mapping[str, MemberInfo], step_s: float) -> list[Action]:
         hosts = [self._hosts[node] for node in decided.nodes]
         num_workers = sum(info.node_id in decided.nodes for info in infos.values())
         text = sentences.drained(decided.course, hosts, num_workers, decided.grace_s, decided.save_s)
@@ -92,7 +92,7 @@ class Leaving:
                 "fits": fits(decided.grace_s, decided.save_s, step_s),
             },
         )
-        return [note, Warn(text=text) if decided.course is Course.SAVE else Say(text=text)]
+        return [note, Warn(text=text) if decided.course is DrainCourse.SAVE else Say(text=text)]
 
 
 def _finite(seconds: float) -> float | None:

@@ -21,7 +21,7 @@ OPEN_S = 60.0  # how long a newcomer's error waits for the other workers of a st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class ErrorReport:
     """An error that ended a worker.
 
     `reason`: the text that the end of a run shows. `repeats`: another try on the same machine would meet it
@@ -55,7 +55,7 @@ class RunsError:
 class WorkersError:
     """The error ends only this worker, and counts as a failure of the run."""
 
-    report: Report
+    report: ErrorReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class MachineRefused:
     `is_new`: the machine has not been refused for this reason before.
     """
 
-    report: Report
+    report: ErrorReport
     retry_s: float
     is_new: bool
 
@@ -79,20 +79,20 @@ class ReportedErrors:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
-        self._reports: dict[str, Report] = {}
-        self._open: dict[str, Report] = {}  # without a verdict so far
+        self._reports: dict[str, ErrorReport] = {}
+        self._open: dict[str, ErrorReport] = {}  # without a verdict so far
         self._retry_at: dict[str, float] = {}  # of refused workers
-        self._refused: dict[str, Report] = {}  # node -> report, if no worker has joined from there since
+        self._refused: dict[str, ErrorReport] = {}  # node -> report, if no worker has joined from there since
 
     def knows(self, member: str) -> bool:
         """Whether this worker has reported an error."""
         return member in self._reports
 
-    def noted(self, report: Report) -> None:
+    def noted(self, report: ErrorReport) -> None:
         """Records an error without consequences for others."""
         self._reports[report.member] = report
 
-    def came(self, report: Report) -> None:
+    def came(self, report: ErrorReport) -> None:
         """Records an error that `judge` decides, now or later."""
         self._reports[report.member] = self._open[report.member] = report
 
@@ -124,7 +124,7 @@ class ReportedErrors:
         self._rendezvous.num_refused = len(self._retry_at)
         return verdicts
 
-    def refuse(self, report: Report, now: float) -> MachineRefused:
+    def refuse(self, report: ErrorReport, now: float) -> MachineRefused:
         """Refuses this newcomer, which the run does not need."""
         self._open.pop(report.member, None)
         node = report.place.node_id if report.place else ""
@@ -136,7 +136,9 @@ class ReportedErrors:
         return MachineRefused(report=report, retry_s=retry_s, is_new=is_new)
 
     # ---- inside
-    def _of_members(self, reports: Sequence[Report], members: Sequence[str], now: float) -> list[Verdict]:
+    def _of_members(
+        self, reports: Sequence[ErrorReport], members: Sequence[str], now: float
+    ) -> list[Verdict]:
         """Decides once every other member has joined, ended or reported an error, too.
 
         Waiting newcomers are other machines, on which the same step is tried.
@@ -151,13 +153,13 @@ class ReportedErrors:
             return [self._end_of_run(self._reports[m] for m in members if m in self._reports)]
         return [self._of_one(report, now) for report in reports]
 
-    def _of_one(self, report: Report, now: float) -> Verdict:
+    def _of_one(self, report: ErrorReport, now: float) -> Verdict:
         if self._rendezvous.can_spare(report.member):
             return self.refuse(report, now)
         del self._open[report.member]
         return WorkersError(report=report)
 
-    def _of_newcomers(self, reports: Sequence[Report], now: float) -> list[Verdict]:
+    def _of_newcomers(self, reports: Sequence[ErrorReport], now: float) -> list[Verdict]:
         """Decides about workers that were never in a group.
 
         If no member holds a state, and all started workers have joined or failed, too few are left to begin.
@@ -173,7 +175,7 @@ class ReportedErrors:
                 return [*verdicts, self._end_of_run(reports, named=num_there > 0)]
         return verdicts
 
-    def _end_of_run(self, reports: Iterable[Report], named: bool = False) -> RunsError:
+    def _end_of_run(self, reports: Iterable[ErrorReport], named: bool = False) -> RunsError:
         """`named`: other machines could work, so the text names those that cannot."""
         ends = {f"the worker on {r.host} failed: {r.reason}" if named else r.reason: r.code for r in reports}
         self._open.clear()

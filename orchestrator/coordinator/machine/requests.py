@@ -19,7 +19,7 @@ SAVE_AGAIN_S = 5.0  # after a save was given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class RequestAnswer:
     """The answer to a request: `outcome` is done, refused or failed; `text` is for people.
 
     `point` is the resume point that meets it, "" if there is none.
@@ -63,7 +63,9 @@ class Requests:
             number += 1
         return number
 
-    def heard(self, request: Request, trained: StateKey | None, saved: StateKey | None) -> Answered | None:
+    def heard(
+        self, request: Request, trained: StateKey | None, saved: StateKey | None
+    ) -> RequestAnswer | None:
         """Receives a request; returns its answer, or None if that comes later.
 
         `trained` is the newest state, `saved` that of the newest resume point.
@@ -87,7 +89,7 @@ class Requests:
         self._saves[request.number] = trained
         return None
 
-    def committed(self, key: StateKey) -> list[Answered]:
+    def committed(self, key: StateKey) -> list[RequestAnswer]:
         """A resume point was committed."""
         self._under_way = False
         met = [number for number, wanted in self._saves.items() if key >= wanted]
@@ -95,7 +97,7 @@ class Requests:
             del self._saves[number]
         name = key.point_name
         return [
-            Answered(request=number, what=SAVE, outcome=DONE, text=f"saved as {name}", point=name)
+            RequestAnswer(request=number, what=SAVE, outcome=DONE, text=f"saved as {name}", point=name)
             for number in met
         ]
 
@@ -110,24 +112,24 @@ class Requests:
         self._under_way = True
         return True
 
-    def ended(self, outcome: str, reason: str) -> list[Answered]:
+    def ended(self, outcome: str, reason: str) -> list[RequestAnswer]:
         """The run has ended."""
         text = reason if outcome == reason else f"{outcome}: {reason}"
         stops = [_answer(stop, FAILED if outcome == "failed" else DONE, text) for stop in self._stops]
         saves = [
-            Answered(request=number, what=SAVE, outcome=FAILED, text=f"the run ended before ({text})")
+            RequestAnswer(request=number, what=SAVE, outcome=FAILED, text=f"the run ended before ({text})")
             for number in self._saves
         ]
         self._stops, self._saves = [], {}
         return sorted([*stops, *saves], key=lambda answer: answer.request)
 
 
-def heard_sentence(request: Request, answer: Answered | None) -> str:
+def heard_sentence(request: Request, answer: RequestAnswer | None) -> str:
     """Builds the text for the launch's user about a request, and about its answer if that is immediate."""
     if answer is None:
         return sentences.asked(request.what, request.by)
     return sentences.asked(request.what, request.by, answer.outcome, answer.text)
 
 
-def _answer(request: Request, outcome: str, text: str, point: str = "") -> Answered:
-    return Answered(request=request.number, what=request.what, outcome=outcome, text=text, point=point)
+def _answer(request: Request, outcome: str, text: str, point: str = "") -> RequestAnswer:
+    return RequestAnswer(request=request.number, what=request.what, outcome=outcome, text=text, point=point)

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.planning.resume.source_lists import SourceLists, Wanted
+from orchestrator.planning.resume.source_lists import SourceLists, SourceRequest
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ def settings_of(config: JobConfig) -> StreamSettings:
     )
 
 
-def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
+def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> SourceRequest:
     """The sources that a job reads. Those in `restart` start again from their beginning."""
     names = tuple(source.name for source in config.data.sources)
     refresh = frozenset(names if config.data.refresh == "epoch" else ())
     loss = {source.name: source.loss for source in config.data.sources if source.content != "text"}
-    return Wanted(names=names, restart=frozenset(restart), refresh=refresh, loss=loss)
+    return SourceRequest(names=names, restart=frozenset(restart), refresh=refresh, loss=loss)
 
 
 def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:

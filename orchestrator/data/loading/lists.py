@@ -29,7 +29,7 @@ from orchestrator.planning.resume.skipping import LATEST
 from orchestrator.planning.resume.source_lists import (
     RestartRequest,
     SourceLists,
-    Wanted,
+    SourceRequest,
     moved,
     next_sources,
     order_of,
@@ -285,7 +285,7 @@ def _require_no_refreshed(reading: StreamReading, names: Iterable[str]) -> None:
         )
 
 
-def _plain(config: JobConfig) -> Wanted:
+def _plain(config: JobConfig) -> SourceRequest:
     """The request of a state that was made before states named lists."""
     return replace(wanted_of(config), refresh=frozenset())
 

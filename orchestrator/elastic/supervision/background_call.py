@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Answer = TypeVar("Answer")
 
 
-class Asked(Generic[Answer]):
+class BackgroundCall(Generic[Answer]):
     """Runs `question` in a background thread, at most one at a time.
 
     While a call has not returned, no other is started. The threads end with the process. The object is for

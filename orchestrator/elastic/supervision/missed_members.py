@@ -21,7 +21,7 @@ ANSWER_S = 2.0  # an agent without an answer for this long is itself starved, or
 AGENT_LIMIT_S = 20.0  # the longest time for which that excuses its members
 
 
-class Group(Protocol):
+class StartedGroup(Protocol):
     """The methods of a node group that are used here."""
 
     def cpu_time_of(self, pids: Sequence[int]) -> Any:
@@ -50,7 +50,7 @@ class MissedMembers:
     _looks: dict[str, ProcessLook] = field(default_factory=dict)  # by member
     _next: float = 0.0
 
-    def watch(self, missing: Sequence[MemberInfo], groups: Mapping[str, Group]) -> None:
+    def watch(self, missing: Sequence[MemberInfo], groups: Mapping[str, StartedGroup]) -> None:
         """Polls the agents. To be called often; never waits."""
         now = self.clock()
         for node, asked in list(self._asked.items()):

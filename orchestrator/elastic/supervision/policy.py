@@ -1,7 +1,7 @@
 """The supervisor's policy: computes decisions from facts about nodes, groups and failures.
 
 It also checks whether a job fits before anything is started. Pure functions: times are seconds in the facts,
-and earlier decisions are not remembered. `NodesSeen` combines the newest list of nodes with what is known
+and earlier decisions are not remembered. `NodeSnapshot` combines the newest list of nodes with what is known
 otherwise.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class LaunchLimits:
     """The user's requirements.
 
     They are the number of workers (to start with, to continue with, at most), what each takes, the
@@ -61,7 +61,7 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class SupervisionFacts:
     """The inputs of a decision.
 
     `below_minimum_s`: how long there have been too few workers to train; None: there are enough.
@@ -125,7 +125,7 @@ class EndLaunch:
 Decision = StartGroup | StopGroup | LeaveNode | ExpectWorkers | EndLaunch
 
 
-def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
+def decide(facts: SupervisionFacts, limits: LaunchLimits) -> tuple[Decision, ...]:
     """Returns what to do now; empty if nothing is to be changed.
 
     A group is started wherever there is room and workers are missing. The workers of a lost node thus come
@@ -161,7 +161,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     return (*lost, *leave, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
-def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
+def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: LaunchLimits) -> str | None:
     """Chooses the node on which the tokenizers run; None if no node has room for all of them.
 
     Of the nodes with enough room it is the one with the fewest free CPUs, so that larger ones are left to
@@ -174,7 +174,7 @@ def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
 def placement(
     nodes: tuple[NodeFacts, ...],
     groups: tuple[GroupFacts, ...],
-    limits: Limits,
+    limits: LaunchLimits,
     missing: int,
     held_cpus: float = 0.0,
     tokenizers_on: str | None = None,
@@ -210,7 +210,7 @@ def placement(
 
 def preflight(
     nodes: tuple[NodeFacts, ...],
-    limits: Limits,
+    limits: LaunchLimits,
     *,
     disk_free_bytes: int | None,
     disk_needed_bytes: int,
@@ -259,7 +259,7 @@ def preflight(
     return problems
 
 
-def without_tokenizer_cpus(limits: Limits) -> Limits:
+def without_tokenizer_cpus(limits: LaunchLimits) -> LaunchLimits:
     """Returns the same limits with tokenizers that take no CPU of their own.
 
     They run beside the workers, at the lowest priority. A job then fits wherever its workers do, as on a
@@ -281,7 +281,7 @@ def disk_problems(free_bytes: int | None, needed_bytes: int) -> list[str]:
     ]
 
 
-def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
+def _workers(node: NodeFacts, free_cpus: float, limits: LaunchLimits) -> int:
     """Returns how many workers the node can hold, tolerant to the rounding of Ray's fractional CPUs."""
     by_cpu = int((free_cpus + 1e-6) // limits.cpus_per_worker)
     return (
@@ -291,7 +291,7 @@ def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
     )
 
 
-def _give_up(facts: Facts, limits: Limits) -> str:
+def _give_up(facts: SupervisionFacts, limits: LaunchLimits) -> str:
     below = facts.below_minimum_s
     if below is not None and below > limits.wait_s:
         return (
@@ -308,7 +308,7 @@ def _mib(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodesSeen:
+class NodeSnapshot:
     """The `nodes` as returned by a query that began at `began`.
 
     A node that was about to be removed keeps this status, whatever later queries return. Drains are never
@@ -327,12 +327,12 @@ class NodesSeen:
         """The nodes on which nothing may be started before the next query."""
         return frozenset(node for node, at in self.ended.items() if at >= self.began)
 
-    def looked(self, nodes: tuple[NodeFacts, ...], began: float, now: float) -> NodesSeen:
+    def looked(self, nodes: tuple[NodeFacts, ...], began: float, now: float) -> NodeSnapshot:
         """Updates from the answer to a query that began at `began`."""
         there = {node.node_id for node in nodes}
         going = {node_id: at for node_id, at in self.going.items() if node_id in there}
         going |= {node.node_id: now + node.grace_s for node in nodes if node.grace_s is not None}
-        return NodesSeen(
+        return NodeSnapshot(
             nodes=tuple(
                 replace(node, grace_s=max(0.0, going[node.node_id] - now))
                 if node.grace_s is None and node.node_id in going
@@ -344,6 +344,6 @@ class NodesSeen:
             ended={node: at for node, at in self.ended.items() if at >= began},
         )
 
-    def group_ended(self, node_id: str, now: float) -> NodesSeen:
+    def group_ended(self, node_id: str, now: float) -> NodeSnapshot:
         """Records that a node's group has ended."""
         return replace(self, ended={**self.ended, node_id: now})

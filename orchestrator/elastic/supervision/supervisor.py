@@ -17,20 +17,20 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.cluster.ray_state import why_not_created
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
-from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.elastic.supervision.missed_members import MissedMembers
 from orchestrator.elastic.supervision.policy import (
     Decision,
     EndLaunch,
     ExpectWorkers,
-    Facts,
     GroupFacts,
+    LaunchLimits,
     LeaveNode,
-    Limits,
     NodeFacts,
-    NodesSeen,
+    NodeSnapshot,
     StartGroup,
     StopGroup,
+    SupervisionFacts,
     decide,
 )
 from orchestrator.elastic.supervision.stall_detector import StallWatch
@@ -56,7 +56,7 @@ LOOK_S = 2.0  # how long a node's agent may take to inspect its workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class SupervisedLaunch:
     """What the supervisor needs to start node groups: the worker's function, its task, and a worker's
     resources.
 
@@ -68,7 +68,7 @@ class Launch:
     worker_config: dict[str, Any]
     resources_per_worker: dict[str, float]
     ray_storage: str
-    limits: Limits
+    limits: LaunchLimits
     tokenizer_node: str | None = None
 
 
@@ -84,7 +84,7 @@ class Supervisor:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: SupervisedLaunch,
         coordinator: Any,
         nodes: Callable[[], tuple[NodeFacts, ...]],
         show: Callable[[RunStatus], None],
@@ -95,14 +95,16 @@ class Supervisor:
         """`own_node`: the node that this process runs on."""
         self._own_node = own_node
         self._say, self._silent_s = say, 0.0  # the GCS's silence when it was reported
-        self._asked_nodes, self._asked_cleaning = Asked(nodes), Asked(remove_orphaned_placement_groups)
+        self._asked_nodes, self._asked_cleaning = BackgroundCall(nodes), BackgroundCall(
+            remove_orphaned_placement_groups
+        )
         self._stalled, self._stall_watch = stalled, StallWatch()
         self._look: _Look | None = None
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
         self._leaving: dict[str, tuple[int, float]] = {}  # node -> (the attempt that was notified, deadline)
         self._expected = (-1, -1)  # attempt, and the number of workers that its coordinator was notified of
-        self._nodes, self._looked_at = NodesSeen(), 0.0  # when the newest query was sent
+        self._nodes, self._looked_at = NodeSnapshot(), 0.0  # when the newest query was sent
         self._number = 0
         self._to_clean = False
         self._stop_by, self._stop_s, self._save_by = "", math.inf, ""
@@ -342,8 +344,8 @@ class Supervisor:
             self._asked_cleaning.answer()
             self._to_clean = not self._asked_cleaning.ask()
 
-    def _facts(self, status: RunStatus | None) -> Facts:
-        return Facts(
+    def _facts(self, status: RunStatus | None) -> SupervisionFacts:
+        return SupervisionFacts(
             nodes=self._nodes.nodes,
             unknown=self._nodes.unknown.union(status.resting if status else ()),
             groups=tuple(

@@ -26,7 +26,15 @@ import orjson
 from orchestrator.cluster.machine import Process, has_ended, this_process
 from orchestrator.errors import BusyError, FencedError, LaterFormatError, OrchestratorError, StorageError
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId, GenerationStart
-from orchestrator.history.claims.liveness import Busy, Free, Heartbeat, Look, Watch, heartbeat_of, judge
+from orchestrator.history.claims.liveness import (
+    Busy,
+    Free,
+    Heartbeat,
+    RunObservation,
+    Watch,
+    heartbeat_of,
+    judge,
+)
 from orchestrator.history.claims.segments import journal_folder
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
@@ -275,19 +283,19 @@ class ClaimFiles:
             watch = verdict
             wait(watch_s)
 
-    def _look(self, is_dead: Callable[[Claim], bool], known: dict[int, Claim]) -> Look:
+    def _look(self, is_dead: Callable[[Claim], bool], known: dict[int, Claim]) -> RunObservation:
         """One observation. `known` caches claims, which never change."""
         listed = self.storage.listed(ATTEMPTS)
         number = max(_numbers(found.name for found in listed), default=0)
         if not number:
-            return Look(newest=0, over=False, signs=b"")
+            return RunObservation(newest=0, over=False, signs=b"")
         newest = known.get(number) or self.read_claim(number)
         if newest.why != UNREADABLE:  # without hard links, it may only be torn for a moment
             known[number] = newest
         said_end = any(f"{ATTEMPTS}/{found.name}" == _end_path(number) for found in listed)
         over = (said_end and self.read_end(number) is not None) or is_dead(newest)
         signs = b"" if over else self.signs_of_life(number, listed)
-        return Look(newest=number, over=over, signs=signs)
+        return RunObservation(newest=number, over=over, signs=signs)
 
     def signs_of_life(self, number: int, listed: Sequence[Listed] | None = None) -> bytes:
         """Everything that changes while attempt `number` is alive: two observations differ if it was.

@@ -160,7 +160,7 @@ class GenerationStart:
     `parent` is the state that it continues, None: nothing. `step` is the label of the last finished step as
     this generation counts, which differs from `parent.step` if labels were re-based. The counts are the
     parent's. World size, batch size and seq_len are those of the generation. `cause` is one of
-    `elastic.roster.Cause` ("": written before causes existed). `copies` is the number of members
+    `elastic.roster.GenerationCause` ("": written before causes existed). `copies` is the number of members
     that hold a whole state during training, so that all but one of them may die without losing a step (None:
     not recorded). If the state is cut into `num_shards`, it is the number that hold each shard.
 

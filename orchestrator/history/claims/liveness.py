@@ -22,7 +22,7 @@ from orchestrator.storage.files import Storage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class RunObservation:
     """One observation of a run.
 
     `newest`: the newest attempt's number, 0 for a run without any. `over`: it recorded its end, or its
@@ -63,7 +63,7 @@ class Busy:
     number: int
 
 
-def judge(watch: Watch | None, look: Look, now_s: float, watch_s: float) -> Watch | Free | Busy:
+def judge(watch: Watch | None, look: RunObservation, now_s: float, watch_s: float) -> Watch | Free | Busy:
     """The verdict from an observation and the watch so far (None: this is the first observation).
 
     Guarantee: an attempt that is judged free has ended, or showed no change for `watch_s` seconds. A launch

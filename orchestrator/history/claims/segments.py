@@ -27,7 +27,7 @@ _LOOKS = 5  # at a folder whose list is not of one moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SegmentPiece:
     """A file with some complete lines of a segment, and its size. Never changed."""
 
     path: str
@@ -46,7 +46,7 @@ class SegmentRef:
     attempt: int
     number: int
     path: str
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SegmentPiece, ...] = ()
     num_bytes: int | None = None
 
     @property
@@ -140,7 +140,7 @@ def num_bytes(storage: Storage, ref: SegmentRef) -> int:
 
 def _listed(storage: Storage, attempt: int) -> list[SegmentRef]:
     wholes: dict[int, int | None] = {}
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[SegmentPiece]] = {}
     for listed in storage.listed(journal_folder(attempt)):
         match = _FILE.fullmatch(listed.name)
         if match is None:
@@ -150,7 +150,7 @@ def _listed(storage: Storage, attempt: int) -> list[SegmentRef]:
             wholes[number] = size
         else:
             path = f"{journal_folder(attempt)}/{listed.name}"
-            found = Piece(
+            found = SegmentPiece(
                 path=path, number=int(match[2]), num_bytes=storage.size(path) if size is None else size
             )
             pieces.setdefault(number, []).append(found)
@@ -164,7 +164,7 @@ def _listed(storage: Storage, attempt: int) -> list[SegmentRef]:
     ]
 
 
-def _ref(attempt: int, number: int, pieces: list[Piece]) -> SegmentRef:
+def _ref(attempt: int, number: int, pieces: list[SegmentPiece]) -> SegmentRef:
     pieces.sort(key=lambda piece: piece.number)
     return SegmentRef(
         attempt=attempt,
@@ -175,7 +175,7 @@ def _ref(attempt: int, number: int, pieces: list[Piece]) -> SegmentRef:
     )
 
 
-def _joined(storage: Storage, pieces: Sequence[Piece], offset: int) -> bytes:
+def _joined(storage: Storage, pieces: Sequence[SegmentPiece], offset: int) -> bytes:
     wanted = list[tuple[str, int]]()
     end = 0
     for piece in pieces:

@@ -35,7 +35,7 @@ from orchestrator.records.steps import StateKey, StepRecord
 # Reports which lists lack files, and which steps can be audited without them. `data.dataset` reports the
 # lists, the journal's cursors the epochs that were read.
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stretch:
+class _StepSpan:
     """Steps between two cursors of the journal; `lacking`: each (source, epoch) that they need and whose list
     lacks files.
     """
@@ -76,12 +76,12 @@ def require_lists(spec: DataSpec, history: History, wanted: range) -> None:
     )
 
 
-def _stretches(spec: DataSpec, history: History) -> Iterator[_Stretch]:
+def _stretches(spec: DataSpec, history: History) -> Iterator[_StepSpan]:
     borders = sorted({0, *history.known, len(history.records)})
     for first, stop in pairwise(borders):
         begin = history.known.get(first, Cursor())
         needed = _needed(history, first, begin, history.known.get(stop, begin))
-        yield _Stretch(steps=range(first, stop), lacking=tuple(p for p in needed if _lacks(spec, *p)))
+        yield _StepSpan(steps=range(first, stop), lacking=tuple(p for p in needed if _lacks(spec, *p)))
 
 
 def _lacks(spec: DataSpec, source: str, epoch: int) -> bool:
@@ -100,7 +100,7 @@ def _needed(history: History, first: int, begin: Cursor, end: Cursor) -> Iterato
         yield from ((source.name, epoch) for epoch in range(opened, max(opened, to.epoch) + 1))
 
 
-def _without(stretches: list[_Stretch], wanted: range) -> Iterator[range]:
+def _without(stretches: list[_StepSpan], wanted: range) -> Iterator[range]:
     """The longest stretches of the wanted steps whose files all exist."""
     for lacks, some in groupby(stretches, key=lambda each: bool(each.lacking)):
         listed = list(some)

@@ -31,7 +31,7 @@ from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, E
 from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
 from orchestrator.inspect.audit.history_parts import HistoryPart
 from orchestrator.inspect.audit.source_walk import Stretches
-from orchestrator.inspect.audit.stream_recheck import Difference, PartWalk
+from orchestrator.inspect.audit.stream_recheck import PartWalk, StepDifference
 from orchestrator.planning.encoders import EncoderChoice
 
 Done = Callable[[int], None]
@@ -53,7 +53,7 @@ class StepsTask:
 class StepsFound:
     """`difference`: the first one; without one, what the steps took of each source."""
 
-    difference: Difference | None
+    difference: StepDifference | None
     passed: tuple[SkipAt, ...]
     stretches: Stretches
 
@@ -116,14 +116,14 @@ class Progressed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
+class TaskFailed:
     """The task raised this. `error` is None if it is none of our classes; `text` is its text."""
 
     error: OrchestratorError | None
     text: str
 
 
-Message = Progressed | Failed | Found
+Message = Progressed | TaskFailed | Found
 """A message of a process that executes a task; the result comes last."""
 
 
@@ -186,7 +186,7 @@ class AuditProcesses:
         An error is raised when all tasks before its own have ended without one, so that it is the one that a
         single process would have met.
         """
-        ended = dict[int, Found | Failed]()
+        ended = dict[int, Found | TaskFailed]()
         busy: dict[Any, _Worker] = {}
         while len(self._workers) < min(self._num, len(tasks)):
             self._workers.append(_Worker(self._spec))
@@ -212,7 +212,7 @@ class AuditProcesses:
         return [_found(ended[number]) for number in range(_reached(ended))]
 
 
-def _reached(ended: dict[int, Found | Failed]) -> int:
+def _reached(ended: dict[int, Found | TaskFailed]) -> int:
     """The number of tasks from the first on that have ended, up to one after which no other matters."""
     number = 0
     while number in ended:
@@ -222,12 +222,12 @@ def _reached(ended: dict[int, Found | Failed]) -> int:
     return number
 
 
-def _decides(found: Found | Failed) -> bool:
-    return isinstance(found, Failed) or ends_all(found)
+def _decides(found: Found | TaskFailed) -> bool:
+    return isinstance(found, TaskFailed) or ends_all(found)
 
 
-def _found(message: Found | Failed) -> Found:
-    if not isinstance(message, Failed):
+def _found(message: Found | TaskFailed) -> Found:
+    if not isinstance(message, TaskFailed):
         return message
     if message.error is not None:
         raise message.error
@@ -320,9 +320,9 @@ def _answer(spec: DataSpec, task: Task, out: Connection[Any, Any]) -> None:
     try:
         found: Message = carry_out(spec, task, teller.done)
     except OrchestratorError as error:
-        found = Failed(error=error, text=str(error))
+        found = TaskFailed(error=error, text=str(error))
     except Exception:  # noqa: BLE001  the parent reports it
-        found = Failed(error=None, text=traceback.format_exc())
+        found = TaskFailed(error=None, text=traceback.format_exc())
     teller.tell()
     out.send(found)
 

@@ -32,7 +32,7 @@ from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, E
 from orchestrator.inspect.audit.history_parts import History
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, reference_report
 from orchestrator.inspect.audit.source_walk import SourceStretch, Stretches, at_border
-from orchestrator.inspect.audit.stream_recheck import Difference
+from orchestrator.inspect.audit.stream_recheck import StepDifference
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
 from orchestrator.records.cursor import SourceCursor
 
@@ -230,7 +230,7 @@ class HowToAudit:
 class StepsCompared:
     """The results of all parts, in order; without a difference, what was taken of each source."""
 
-    difference: Difference | None
+    difference: StepDifference | None
     passed: tuple[SkipAt, ...]
     sources: JoinedSources
 

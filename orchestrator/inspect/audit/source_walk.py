@@ -23,7 +23,7 @@ from orchestrator.inspect.audit.reference.reference_packing import (
     ReferencePacker,
     Samples,
 )
-from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows, Stretch, content_of
+from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows, SamplePart, content_of
 from orchestrator.inspect.audit.sample_check import TrainedTokens
 from orchestrator.records.arrays import BoolArray, Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
@@ -39,7 +39,7 @@ class _Expected:
         content = content_of(chunks, seq_len, long_document)
         self.unpacked = content.without_target, content.too_long
         self.num_left = self.num_stretches = len(content.stretches)
-        self._left: dict[bytes, list[Stretch]] = defaultdict(list)
+        self._left: dict[bytes, list[SamplePart]] = defaultdict(list)
         for stretch in content.stretches:
             self._left[stretch.tokens.tobytes()].append(stretch)
 
@@ -109,7 +109,7 @@ class TrainedDocuments:
                     return reason
         return None
 
-    def pass_over(self, packs: Sequence[Sequence[Stretch]], seq_len: int) -> str | None:
+    def pass_over(self, packs: Sequence[Sequence[SamplePart]], seq_len: int) -> str | None:
         """Takes the packs that lie before the cursor in its window. The digest in the cursor shows that they
         were trained. Returns a fault in them, or None.
         """

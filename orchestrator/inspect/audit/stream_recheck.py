@@ -44,7 +44,7 @@ class WalkedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class StepDifference:
     """Where a step differs from the stream; `index`: so many records of the history lie before it.
     `accepted`: files may have changed under its attempt, which was configured to accept that.
     """
@@ -85,7 +85,7 @@ class PartWalk:
         self._mixture: ReferenceMixture | None = None
         self._mixed_in = 0  # the attempt whose rule the mixture follows
 
-    def differences(self, compared: Callable[[int], None] = lambda tokens: None) -> Iterator[Difference]:
+    def differences(self, compared: Callable[[int], None] = lambda tokens: None) -> Iterator[StepDifference]:
         """Yields the wanted steps that differ from the stream: in digest, counts or end cursor, or with
         samples that cannot be trained.
 
@@ -100,17 +100,17 @@ class PartWalk:
                 for source in self._sources.values():
                     source.before_wanted = source.place()
             if reason := self._follow(part.lists[record.attempt], index):
-                yield Difference(index=index, reason=reason)
+                yield StepDifference(index=index, reason=reason)
                 return
             for at in (at for at in part.skips if at.index == index):
                 if index >= part.wanted.start:
                     self.passed.append(at)
                 if reason := self._pass(at, samples, tokens):
-                    yield Difference(index=index, reason=reason, accepted=at.attempt in part.accepting)
+                    yield StepDifference(index=index, reason=reason, accepted=at.attempt in part.accepting)
                     return
             turns = self._turns(record, num_samples, num_tokens)
             if isinstance(turns, str):
-                yield Difference(index=index, reason=turns)
+                yield StepDifference(index=index, reason=turns)
                 return  # what follows it has no place in the stream
             found, wrong = self._samples(turns, part.seq_lens[record.attempt, record.generation])
             self.newest = WalkedStep(first_index=samples + self._skipped[0], turns=turns, samples=found[1])
@@ -119,9 +119,9 @@ class PartWalk:
             if index < part.wanted.start:
                 continue
             if differs is not None:
-                yield Difference(index=index, reason=differs, accepted=record.attempt in part.accepting)
+                yield StepDifference(index=index, reason=differs, accepted=record.attempt in part.accepting)
             elif wrong is not None:
-                yield Difference(index=index, reason=wrong)
+                yield StepDifference(index=index, reason=wrong)
             else:
                 compared(num_tokens)
 

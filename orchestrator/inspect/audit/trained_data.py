@@ -20,7 +20,7 @@ from orchestrator.history.step_names import step_name
 from orchestrator.inspect.audit.history_parts import accepting, history_of
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
-from orchestrator.inspect.audit.stream_recheck import Difference, PartWalk, WalkedStep
+from orchestrator.inspect.audit.stream_recheck import PartWalk, StepDifference, WalkedStep
 from orchestrator.records.steps import StepRecord
 
 
@@ -65,7 +65,7 @@ class Walk:
         return self._walk.packer(source)
 
 
-def named(seen: Survey, difference: Difference) -> dict[str, Any]:
+def named(seen: Survey, difference: StepDifference) -> dict[str, Any]:
     """Returns the difference with the step's name. Raises `DataIdentityError` if files may have changed under
     the step's attempt (data rule 27).
     """

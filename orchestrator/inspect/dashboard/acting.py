@@ -19,7 +19,15 @@ from starlette.responses import Response
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.inspect.dashboard.action_table import ACTIONS
-from orchestrator.inspect.dashboard.actions import Asked, Sight, Tell, WrongFound, is_stale, of_nothing, plan
+from orchestrator.inspect.dashboard.actions import (
+    ActionParameters,
+    Sight,
+    Tell,
+    WrongFound,
+    is_stale,
+    of_nothing,
+    plan,
+)
 from orchestrator.inspect.dashboard.answers import (
     UNANSWERABLE,
     Problem,
@@ -40,7 +48,7 @@ MOST_STOPS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doing:
+class ActionJob:
     """One action of one run.
 
     `state` is running, done or failed. `text` is its message; while it runs, why it takes long ("": not
@@ -61,20 +69,20 @@ class Doing:
         return {**found, "code": self.code, "is_bad": self.is_bad}
 
 
-class Doings:
+class ActionJobs:
     """All actions that this server has begun. Safe to use from threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_id: OrderedDict[str, Doing] = OrderedDict()
+        self._by_id: OrderedDict[str, ActionJob] = OrderedDict()
         self._by_token: dict[str, str] = {}
 
-    def known(self, token: str) -> Doing | None:
+    def known(self, token: str) -> ActionJob | None:
         """The action that was begun with a plan's token. A second confirmation begins nothing."""
         with self._lock:
             return self._by_id.get(self._by_token.get(token, ""))
 
-    def begin(self, run: str, action: str, token: str, do: Callable[[Tell], str]) -> Doing | None:
+    def begin(self, run: str, action: str, token: str, do: Callable[[Tell], str]) -> ActionJob | None:
         """Runs `do` in a thread; None if `MOST_AT_ONCE` of this action are running (`MOST_STOPS` of stop).
 
         `do` is called with a function that reports why it takes long.
@@ -85,7 +93,7 @@ class Doings:
             same = [each for each in self._by_id.values() if (each.state, each.action) == ("running", action)]
             if len(same) >= (MOST_STOPS if action == "stop" else MOST_AT_ONCE):
                 return None
-            begun = Doing(id=secrets.token_hex(8), run=run, action=action)
+            begun = ActionJob(id=secrets.token_hex(8), run=run, action=action)
             self._by_id[begun.id], self._by_token[token] = begun, begun.id
             ended = [each.id for each in self._by_id.values() if each.state != "running"]
             for gone in ended[: max(0, len(self._by_id) - KEPT)]:
@@ -95,18 +103,18 @@ class Doings:
         threading.Thread(target=self._do, args=(begun, do), name=f"action {action}", daemon=True).start()
         return begun
 
-    def find(self, run: str, number: str) -> Doing | None:
+    def find(self, run: str, number: str) -> ActionJob | None:
         """Returns an action of a run by its number."""
         with self._lock:
             found = self._by_id.get(number)
         return found if found is not None and found.run == run else None
 
-    def _say(self, begun: Doing, **fields: Any) -> None:
+    def _say(self, begun: ActionJob, **fields: Any) -> None:
         with self._lock:
             if begun.id in self._by_id:
                 self._by_id[begun.id] = replace(begun, **fields)
 
-    def _do(self, begun: Doing, do: Callable[[Tell], str]) -> None:
+    def _do(self, begun: ActionJob, do: Callable[[Tell], str]) -> None:
         code: str | None = "internal.page"
         state, text = "failed", "a bug of the dashboard ended it; its standard error has the traceback"
         try:
@@ -128,20 +136,20 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class AskedBody(_Body):
-    """The parameters of an action; see `actions.Asked`."""
+class ActionBody(_Body):
+    """The parameters of an action; see `actions.ActionParameters`."""
 
     point: Annotated[str, Field(pattern=POINT)] | None = None
     now: bool = False
     why: Annotated[str, Field(max_length=500)] = ""
     new_run: Annotated[str, Field(max_length=100)] | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> ActionParameters:
         """As a value."""
-        return Asked(point=self.point, now=self.now, why=self.why, new_run=self.new_run)
+        return ActionParameters(point=self.point, now=self.now, why=self.why, new_run=self.new_run)
 
 
-class ConfirmBody(AskedBody):
+class ConfirmBody(ActionBody):
     """A confirmed plan: its token, and the basis that its reader saw."""
 
     token: Annotated[str, Field(max_length=200)]
@@ -150,20 +158,20 @@ class ConfirmBody(AskedBody):
 
 def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
     """Adds the routes to plan, confirm, and query the result."""
-    doings, secret = Doings(), secrets.token_bytes(32)
+    doings, secret = ActionJobs(), secrets.token_bytes(32)
     # separate threads, so that requests that wait for a storage or a run's lock do not delay them
     of_steering = CapacityLimiter(MOST_STOPS)
 
     def threads(action: str) -> CapacityLimiter | None:
         return of_steering if is_steering(action) else None
 
-    def make_plan(run: str, action: str, body: AskedBody) -> Response:
+    def make_plan(run: str, action: str, body: ActionBody) -> Response:
         opened, asked = runs.open(run), body.asked()
         found = plan(action, ACTIONS[action], asked, _sight(opened, action, asked), secret, clock())
         return json_response({**without_secrets(found.to_json()), "token": found.token})
 
     @app.post("/api/runs/{run}/actions/{action}/plan")
-    async def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
+    async def planned(run: RunName, action: ActionName, body: ActionBody) -> Response:
         return await run_sync(make_plan, run, action, body, limiter=threads(action))
 
     def begin(run: str, action: str, body: ConfirmBody) -> Response:
@@ -197,7 +205,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         return shown(found.to_json())
 
 
-def _carry_out(run: OpenRun, action: str, asked: Asked, tell: Tell) -> str:
+def _carry_out(run: OpenRun, action: str, asked: ActionParameters, tell: Tell) -> str:
     try:
         return ACTIONS[action].do(Run(run.uri), asked, tell)
     finally:
@@ -209,7 +217,7 @@ def is_steering(action: str) -> bool:
     return ACTIONS[action].basis is of_nothing
 
 
-def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
+def _sight(run: OpenRun, action: str, asked: ActionParameters) -> Sight:
     if is_steering(action):
         return Sight(uri=run.uri, summary=run.listed.row())
     detail = None

@@ -20,7 +20,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.inspect.dashboard.actions import (
     ALIVE,
     Action,
-    Asked,
+    ActionParameters,
     Effect,
     Sight,
     WrongFound,
@@ -63,7 +63,7 @@ def _answered(reply: Any) -> str:
     return str(reply.text)
 
 
-def _save_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _save_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     del asked
     risk = sight.summary.get("risk")
     effects = [("save", "The group saves at the next step boundary and trains on.")]
@@ -73,7 +73,7 @@ def _save_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     return effects
 
 
-def _stop_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _stop_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     risk, size = sight.summary.get("risk"), sight.summary.get("world_size") or 0
     become = f"{workers(size)} {'becomes' if size == 1 else 'become'} free" if size else "Its workers end"
     free = ("stopped", f"{become}. The run stays as it is until somebody starts it again.")
@@ -90,7 +90,7 @@ def _stop_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     return [("risk", f"Nothing is saved: {lost} {are} trained again when the run is started again."), free]
 
 
-def _pin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _pin_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     del asked
     return [
         ("pin", "Neither retention nor prune deletes this point until it is unpinned."),
@@ -98,7 +98,7 @@ def _pin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     ]
 
 
-def _unpin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _unpin_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     del sight, asked
     return [("pin", "Retention may delete this point again, from the next commit on.")]
 
@@ -107,7 +107,7 @@ def _goes_on(sight: Sight) -> str:
     return "Training continues. " if sight.summary["state"] in ALIVE else ""
 
 
-def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _verify_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     del asked
     assert sight.detail is not None, "it needs a point"
     files = len(sight.detail.get("files") or ())
@@ -126,7 +126,7 @@ def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     ]
 
 
-def _verify(run: Run, asked: Asked) -> str:
+def _verify(run: Run, asked: ActionParameters) -> str:
     began = time.monotonic()
     rows = run.verify(asked.point)
     with suppress(StorageError):  # the result is shown even if it cannot be stored
@@ -140,24 +140,24 @@ def _verify(run: Run, asked: Asked) -> str:
     return WrongFound(f"{asked.point} is damaged: {damages}")
 
 
-def _not_pinned(sight: Sight, asked: Asked) -> Sequence[str]:
+def _not_pinned(sight: Sight, asked: ActionParameters) -> Sequence[str]:
     return () if sight.point.get("pinned") else (f"{asked.point} is not pinned",)
 
 
-def _why(asked: Asked) -> Sequence[str]:
+def _why(asked: ActionParameters) -> Sequence[str]:
     return ("--why", asked.why) if asked.why else ()
 
 
-def _pin(run: Run, asked: Asked) -> str:
+def _pin(run: Run, asked: ActionParameters) -> str:
     return f"{run.pin(asked.point or '', asked.why).answer(asker(), asked.why)}."
 
 
-def _unpin(run: Run, asked: Asked) -> str:
+def _unpin(run: Run, asked: ActionParameters) -> str:
     fork = run.without_pin(run.unpin(asked.point or ""))
     return f"{asked.point} is not pinned any more{'; ' if fork else ''}{fork}."
 
 
-def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _rewind_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     aside = (sight.detail or {}).get("aside") or {"steps": 0, "tokens": 0, "seconds": 0.0}
     amount = f"{count(aside['tokens'])} tokens, {span(aside['seconds'])} of work"
     tokens, are = sight.point["consumed_tokens"], "is" if aside["steps"] == 1 else "are"
@@ -168,13 +168,13 @@ def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     ]
 
 
-def _rewind_refusals(sight: Sight, asked: Asked) -> Sequence[str]:
+def _rewind_refusals(sight: Sight, asked: ActionParameters) -> Sequence[str]:
     if sight.summary["state"] in (*ALIVE, "starting"):
         return ("a launch works on this run: stop it first, then rewind",)
     return _unfit(sight, asked, "it can be forked into a new run instead")
 
 
-def _unfit(sight: Sight, asked: Asked, orphan: str) -> Sequence[str]:
+def _unfit(sight: Sight, asked: ActionParameters, orphan: str) -> Sequence[str]:
     """Why the point cannot be used; `orphan`: the advice for a point off the history, empty if that does not
     matter.
     """
@@ -186,12 +186,12 @@ def _unfit(sight: Sight, asked: Asked, orphan: str) -> Sequence[str]:
     return ()
 
 
-def _rewind(run: Run, asked: Asked) -> str:
+def _rewind(run: Run, asked: ActionParameters) -> str:
     found = run.rewind(asked.point)
     return f"The run stands at {found.point}; the command that started it continues from there."
 
 
-def _new_run(sight: Sight, asked: Asked) -> str:
+def _new_run(sight: Sight, asked: ActionParameters) -> str:
     """The fork's folder, beside the run."""
     return f"{sight.uri}-fork" if asked.new_run is None else _beside(sight.uri, asked.new_run)
 
@@ -200,7 +200,7 @@ def _beside(uri: str, name: str) -> str:
     return join(split(uri)[0], name)
 
 
-def _fork_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _fork_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     return [
         ("branch", f"A new run {_new_run(sight, asked)} begins with this point. This run is not touched."),
         ("pin", "The point is pinned here for as long as the new run needs it."),
@@ -208,7 +208,7 @@ def _fork_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     ]
 
 
-def _fork_refusals(sight: Sight, asked: Asked) -> Sequence[str]:
+def _fork_refusals(sight: Sight, asked: ActionParameters) -> Sequence[str]:
     name = asked.new_run
     if name is not None and not re.fullmatch(NAME, name):  # nor does it lead anywhere else
         return (f"{name!r} is no name of a run: letters, digits, `.`, `_`, `-`, not starting with `.`",)
@@ -222,7 +222,7 @@ def _is_taken(location: str) -> bool:
     return os.path.lexists(storage.root) if storage.folder is not None else bool(storage.list(""))
 
 
-def _fork(run: Run, asked: Asked) -> str:
+def _fork(run: Run, asked: ActionParameters) -> str:
     target = _beside(run.uri, asked.new_run) if asked.new_run else f"{run.uri}-fork"
     found = run.fork(target, asked.point)
     return f"{found.fork} begins with {found.point}."
@@ -233,7 +233,7 @@ def _export_folder(uri: str, point: str | None) -> str:
     return _beside(uri, f"exports/{split(uri)[1]}-{point}")
 
 
-def _export_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
+def _export_effects(sight: Sight, asked: ActionParameters) -> Sequence[Effect]:
     folder = _export_folder(sight.uri, asked.point)
     return [
         ("save", f"The weights alone are written to {folder}, for transformers' from_pretrained."),
@@ -241,7 +241,7 @@ def _export_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     ]
 
 
-def _export(run: Run, asked: Asked) -> str:
+def _export(run: Run, asked: ActionParameters) -> str:
     found = run.export(_export_folder(run.uri, asked.point), asked.point)
     return f"{found['out']}: the weights of {found['point']}, {size_text(found['bytes'])}."
 

@@ -29,7 +29,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ActionParameters:
     """The parameters of an action, which uses those that concern it.
 
     `point` is a resume point's name, `now` stops without saving, `why` goes into a pin, `new_run` is a fork's
@@ -100,19 +100,19 @@ class Action:
     """
 
     verb: str
-    title: Callable[[Sight, Asked], str]
-    effects: Callable[[Sight, Asked], Sequence[Effect]]
-    command: Callable[[Sight, Asked], str]
-    do: Callable[[Run, Asked, Tell], str]
+    title: Callable[[Sight, ActionParameters], str]
+    effects: Callable[[Sight, ActionParameters], Sequence[Effect]]
+    command: Callable[[Sight, ActionParameters], str]
+    do: Callable[[Run, ActionParameters, Tell], str]
     basis: Callable[[Sight], dict[str, Any]] = of_run
-    refusals: Callable[[Sight, Asked], Sequence[str]] = lambda sight, asked: ()
+    refusals: Callable[[Sight, ActionParameters], Sequence[str]] = lambda sight, asked: ()
     needs_point: bool = False
     needs_alive: bool = False
     is_grave: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedAction:
     """The planned effects of an action. Without `token` it is refused."""
 
     action: str
@@ -133,7 +133,9 @@ class Planned:
         return {**asdict(self), "effects": effects, "refusals": list(self.refusals)}
 
 
-def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float) -> Planned:
+def plan(
+    name: str, action: Action, asked: ActionParameters, sight: Sight, secret: bytes, now: float
+) -> PlannedAction:
     """Plans the action of this name, at `now` seconds on the server's clock."""
     refusals = list[str]()
     state = sight.summary["state"]
@@ -146,7 +148,7 @@ def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, n
             else f"nothing of this run is alive ({state}): there is nobody to ask"
         )
     refusals += action.refusals(sight, asked)
-    return Planned(
+    return PlannedAction(
         action=name,
         verb=action.verb,
         is_grave=action.is_grave,
@@ -161,7 +163,7 @@ def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, n
 
 
 def is_stale(
-    name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float, token: str
+    name: str, action: Action, asked: ActionParameters, sight: Sight, secret: bytes, now: float, token: str
 ) -> bool:
     """Whether a plan's token is no longer valid.
 
@@ -173,7 +175,9 @@ def is_stale(
     return not hmac.compare_digest(_token(name, action, asked, sight, secret, int(made)), token)
 
 
-def _token(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float) -> str:
+def _token(
+    name: str, action: Action, asked: ActionParameters, sight: Sight, secret: bytes, now: float
+) -> str:
     decisive = replace(asked, why="")  # a note
     parts = json.dumps([name, sight.uri, asdict(decisive), action.basis(sight), int(now)], sort_keys=True)
     return f"{int(now)}.{hmac.new(secret, parts.encode(), hashlib.sha256).hexdigest()}"

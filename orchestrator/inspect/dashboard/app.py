@@ -37,7 +37,7 @@ from orchestrator.inspect.dashboard.answers import (
     problem_of,
     shown,
 )
-from orchestrator.inspect.dashboard.auth import Door, Guard
+from orchestrator.inspect.dashboard.auth import AccessRules, Guard
 from orchestrator.inspect.dashboard.plans import Planner, WhatIf
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
 from orchestrator.inspect.dashboard.watch import EVERY_S, Closing, Watches
@@ -291,7 +291,7 @@ def make_app(
             raise not_found("page.unknown_address", "there is no such address")
         return page_response(file, request.headers)
 
-    return Guard(api, Door(token=token, public=frozenset(files), host=host))
+    return Guard(api, AccessRules(token=token, public=frozenset(files), host=host))
 
 
 def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event, every_s: float) -> FastAPI:

@@ -38,7 +38,7 @@ def new_token() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
+class AccessRules:
     """The access rules of a server: `token` opens all but the `public` paths. `host` is the address that it
     is bound to.
     """
@@ -65,7 +65,7 @@ class Door:
         return not self.is_local and (_is_address(name) or name in _own_names(self.host))
 
 
-def refusal(door: Door, path: str, headers: Mapping[str, str]) -> Problem | None:
+def refusal(door: AccessRules, path: str, headers: Mapping[str, str]) -> Problem | None:
     """Why a request is not answered; None if it is. `headers` have lower-case names."""
     host = headers.get("host", "")
     if not door.admits_host(host):
@@ -106,7 +106,7 @@ class Guard:
     refused.
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: AccessRules) -> None:
         self._app, self._door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -30,7 +30,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import (
     up_to,
 )
 from orchestrator.coordinator.attempt.skipping import skip_here
-from orchestrator.coordinator.attempt.source_resolution import SourcesHere, sources_here
+from orchestrator.coordinator.attempt.source_resolution import SourceResolution, sources_here
 from orchestrator.data.code_process import reads_without_code
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
@@ -148,7 +148,7 @@ class Planner:
             return _readable(store, wanted), (), error
         return point, damages, None
 
-    def _look_at_data(self, job: JobConfig, here: SourcesHere) -> _Data:
+    def _look_at_data(self, job: JobConfig, here: SourceResolution) -> _Data:
         pack = "" if job.pack.mode == "concat" else job.to_json()["pack"]
         epochs = [here.reading.epoch(source.name) for source in job.data.sources]
         lists = [encode(here.reading.sources), epochs]
@@ -158,7 +158,7 @@ class Planner:
             known = self._data[key] = (self._clock(), self._data_now(job, here))
         return known[1]
 
-    def _data_now(self, job: JobConfig, here: SourcesHere) -> _Data:
+    def _data_now(self, job: JobConfig, here: SourceResolution) -> _Data:
         run = self._run.store.read_run()
         if run is None:
             return _Data(identities=None, notes=())

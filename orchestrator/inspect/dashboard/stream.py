@@ -33,7 +33,7 @@ ENDED = ("done", "stopped", "failed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class StreamFrame:
     """A run at one moment: the id of the newest line, the summary, and `news`: the events since the look
     before, in the form that is sent.
     """
@@ -66,24 +66,24 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-def look(run: OpenRun, before: Look | None) -> Look:
+def look(run: OpenRun, before: StreamFrame | None) -> StreamFrame:
     """Looks at a run. Raises `RouteError` or an `OrchestratorError` if it cannot be read."""
     with run.readable() as views:
         happened = views.happenings_since(before.last_id) if before is not None else ()
         last_id, summary = views.last_id, without_secrets(views.summary(full=True))
-    found = Look(last_id=last_id, summary=summary, news=b"")
+    found = StreamFrame(last_id=last_id, summary=summary, news=b"")
     if before is None:
         return found
-    return Look(last_id=last_id, summary=summary, news=_sent(before, found, happened))
+    return StreamFrame(last_id=last_id, summary=summary, news=_sent(before, found, happened))
 
 
-async def events(watches: Watches[Look], run: OpenRun, last_id: str) -> AsyncGenerator[bytes]:
+async def events(watches: Watches[StreamFrame], run: OpenRun, last_id: str) -> AsyncGenerator[bytes]:
     """The stream for one reader whose last id was `last_id` ("": it has read nothing). Ends with the server,
     and with an `error` event when the run cannot be read any more: the reader asks again.
     """
     yield b"retry: 1000\n\n"
     with watches.listening(run) as reader:
-        seen: Look | None = None
+        seen: StreamFrame | None = None
         count, quiet_s, is_ahead = 0, 0.0, False
         try:
             while (now := await reader.after(count)) is not None:
@@ -107,7 +107,7 @@ async def events(watches: Watches[Look], run: OpenRun, last_id: str) -> AsyncGen
             yield _event("", "error", problem.to_json())
 
 
-def _missed(run: OpenRun, seen: Look | None, now: Look, last_id: str) -> bytes:
+def _missed(run: OpenRun, seen: StreamFrame | None, now: StreamFrame, last_id: str) -> bytes:
     """The events for a reader that has received everything up to `last_id`, and has seen an older look, or
     none.
 
@@ -127,12 +127,12 @@ def _place(id_: str) -> tuple[int, int]:
     return (int(attempt), int(line)) if attempt and line else (0, 0)
 
 
-def _sent(before: Look | None, now: Look, happened: Any) -> bytes:
+def _sent(before: StreamFrame | None, now: StreamFrame, happened: Any) -> bytes:
     """The events since `before`, in the form that is sent."""
     return b"".join(_event(id_, kind, data) for kind, id_, data in _changes(before, now, happened))
 
 
-def _changes(before: Look | None, now: Look, happened: Any) -> list[tuple[str, str, Any]]:
+def _changes(before: StreamFrame | None, now: StreamFrame, happened: Any) -> list[tuple[str, str, Any]]:
     """(event, id, data) of each change. The summary is last: its id means that all before it was sent."""
     found: list[tuple[str, str, Any]] = [
         ("happening", str(each.get("id", "")), without_secrets(each)) for each in happened

@@ -26,7 +26,7 @@ _ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Names:
+class FolderNames:
     """The names in a run's folder: what each attempt has (`json`, `parent.json`, …), the folders below
     points/, the numbers of each attempt's journal segments and the pieces that these lack, and the files
     below manifest/ and tokenizer/. `unwritten` are the attempts without a journal that must have had one.
@@ -41,7 +41,7 @@ class Names:
     unwritten: frozenset[int]
 
 
-def read_names(store: RunStore) -> Names:
+def read_names(store: RunStore) -> FolderNames:
     """Lists a run's folder: attempts and points before the journals, because these are begun before. It opens
     files only of attempts that have no journal. Raises `StorageError`.
     """
@@ -60,7 +60,7 @@ def read_names(store: RunStore) -> Names:
         must |= inherited | {parent.parent.attempt for parent in parents if parent.parent is not None}
         must |= {number for number in {*attempts} - written - must if _wrote(store, number)}
     must.discard(ORIGIN)  # a fork's origin has neither claim nor journal here
-    return Names(
+    return FolderNames(
         attempts=attempts,
         points=points,
         segments={number: [ref.number for ref in refs] for number, refs in found.items()},
@@ -84,7 +84,7 @@ def _wrote(store: RunStore, number: int) -> bool:
 
 
 def lost_points(
-    tail: Tail, names: Names, parent: ClaimParent | None, there: Collection[str]
+    tail: Tail, names: FolderNames, parent: ClaimParent | None, there: Collection[str]
 ) -> frozenset[str]:
     """The points of the newest attempt that began (`parent` is its claim's) which were committed, nobody
     meant to delete, and are not among the committed ones, `there`, listed after the tail was read.
@@ -157,7 +157,7 @@ def newest_unwritten(tail: Tail, there: Iterable[str]) -> frozenset[int]:
 
 
 def missing_pieces(
-    names: Names,
+    names: FolderNames,
     lost: Iterable[str],
     torn: Collection[int],
     empty: Collection[int],
@@ -214,13 +214,13 @@ def _attempt_of(point: str) -> int:
     return key.attempt if key is not None else 0
 
 
-def _journal_is_whole(names: Names, attempt: int) -> bool:
+def _journal_is_whole(names: FolderNames, attempt: int) -> bool:
     """Whether the attempt's journal has no visible gap; also true for one that was not begun."""
     found = names.segments.get(attempt, ())
     return [*found] == [*range(1, len(found) + 1)] and attempt not in names.unwritten
 
 
-def _frozen(names: Names, is_trained: bool) -> list[str]:
+def _frozen(names: FolderNames, is_trained: bool) -> list[str]:
     """The missing files of the frozen data. They are frozen before the first step, their record last."""
     if "data.json" not in names.manifest:
         return ["manifest/data.json"] if is_trained else []

@@ -72,7 +72,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class NewestFault:
     """The newest fault, as a sentence."""
 
     text: str
@@ -122,7 +122,7 @@ class RunSnapshot:
     shortage: Shortage | None = None
     tokens_per_s: float | None = None
     risk: Risk | None = None
-    fault: Fault | None = None
+    fault: NewestFault | None = None
     last_sign: float | None = None
     since: float | None = None
     missing: tuple[str, ...] = ()

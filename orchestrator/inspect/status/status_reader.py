@@ -49,7 +49,7 @@ from orchestrator.records.cursor import Cursor
 #
 # It reads only claims that are newer than these steps, the newest first. `history.claims.lineage` has the
 # whole history.
-class SetAside:
+class RewoundSteps:
     """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
     `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
     again.
@@ -129,7 +129,7 @@ class SnapshotReader:
         for _ in range(LOOKS):
             files, (parent, torn) = self.store.attempt_files(), _newest_parent(self.store)
             snapshot, wrong, there = _of_claims(self.store, watched, parent)
-            tail = read_tail(self.store.storage, SetAside(self.store), self.most_bytes)
+            tail = read_tail(self.store.storage, RewoundSteps(self.store), self.most_bytes)
             missing = _missing(self.store, tail, parent, torn, wrong, there)
             if files == self.store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do

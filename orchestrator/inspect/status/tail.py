@@ -20,7 +20,7 @@ from orchestrator.history.journal.journal_lines import lines_backwards
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP
 from orchestrator.history.journal.line_format import LaterLineError, parse_line
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES
-from orchestrator.inspect.status.snapshot import RECENT_STEPS, Fault
+from orchestrator.inspect.status.snapshot import RECENT_STEPS, NewestFault
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
@@ -68,12 +68,12 @@ class Tail:
     damaged: str = ""
 
     @property
-    def fault(self) -> Fault | None:
+    def fault(self) -> NewestFault | None:
         """The newest fault."""
         if not self.faults:
             return None
         line = self.faults[0]
-        return Fault(text=self._sentence(line), t=datetime.fromisoformat(line["time"]).timestamp())
+        return NewestFault(text=self._sentence(line), t=datetime.fromisoformat(line["time"]).timestamp())
 
     def _sentence(self, line: dict[str, Any]) -> str:
         kind = line["kind"]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from orchestrator.checkpoint.points.point_files import PointFiles
-from orchestrator.checkpoint.points.verify import Stretch
+from orchestrator.checkpoint.points.verify import FileRange
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
 from orchestrator.history.request_files import asker
@@ -28,7 +28,7 @@ HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` 
 NOTE_EVERY_S = 30.0  # interval at which results are noted meanwhile
 
 
-class Progress(Protocol):
+class VerifyProgress(Protocol):
     """A receiver of progress."""
 
     def begin(self, num_points: int, num_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Progress(Protocol):
         """
 
 
-class NoProgress(Progress):
+class NoVerifyProgress(VerifyProgress):
     """A receiver that does nothing."""
 
     @override
@@ -87,7 +87,7 @@ class Verifying:
 
     store: PointFiles
     note: Callable[[dict[str, Any]], None] = lambda result: None
-    progress: Progress = field(default_factory=NoProgress)
+    progress: VerifyProgress = field(default_factory=NoVerifyProgress)
     before: Collection[str] = ()
     by: str = field(default_factory=asker)
     num_threads: int = 2 * (os.cpu_count() or 1)
@@ -123,7 +123,7 @@ class Verifying:
         damages: list[Damage] = []
         if name not in self.before:
 
-            def each(look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch]) -> Any:
+            def each(look: Callable[[FileRange], Damage | None], stretches: Sequence[FileRange]) -> Any:
                 return pool.map(lambda stretch: self._looked(look, stretch), stretches)
 
             try:
@@ -144,7 +144,7 @@ class Verifying:
         row = {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
         return {**row, "away": ""}
 
-    def _looked(self, look: Callable[[Stretch], Damage | None], stretch: Stretch) -> Damage | None:
+    def _looked(self, look: Callable[[FileRange], Damage | None], stretch: FileRange) -> Damage | None:
         found = look(stretch)
         self.progress.read(stretch.bytes)
         return found

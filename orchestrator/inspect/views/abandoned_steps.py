@@ -15,8 +15,8 @@ import numpy as np
 
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.inspect.views.facts.arrays import Array
-from orchestrator.inspect.views.facts.columns import Columns, Generation
-from orchestrator.inspect.views.facts.effective_steps import Path
+from orchestrator.inspect.views.facts.columns import Columns, RecordedGeneration
+from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
 from orchestrator.records.steps import StateKey
 
 Chain = list[tuple[GenerationId, float]]  # the generations that a state came through, and up to which step
@@ -32,7 +32,7 @@ class _Left:
     last: float = inf
 
 
-def left_behind(columns: Columns, path: Path, attempt: int) -> dict[GenerationId, Array]:
+def left_behind(columns: Columns, path: EffectiveSteps, attempt: int) -> dict[GenerationId, Array]:
     """Rows of the steps that an attempt abandoned, by its generations; under (attempt, 0) where it formed
     none.
     """
@@ -58,7 +58,7 @@ def left_behind(columns: Columns, path: Path, attempt: int) -> dict[GenerationId
     return {by: np.concatenate(rows) for by, rows in found.items()}
 
 
-def _at_first(columns: Columns, first: Generation, ids: list[GenerationId]) -> Iterator[_Left]:
+def _at_first(columns: Columns, first: RecordedGeneration, ids: list[GenerationId]) -> Iterator[_Left]:
     """Steps that other attempts had trained and this one did not continue."""
     continued = dict(_chain(columns, _parent(first)))
     for id_ in dict.fromkeys(ids):
@@ -66,7 +66,7 @@ def _at_first(columns: Columns, first: Generation, ids: list[GenerationId]) -> I
             yield _Left(by=first.id, of=id_, after=continued.get(id_, -1.0))
 
 
-def _later(columns: Columns, formed: list[Generation]) -> Iterator[_Left]:
+def _later(columns: Columns, formed: list[RecordedGeneration]) -> Iterator[_Left]:
     """Steps that the attempt itself repeated, because nobody held their state any more."""
     chain = _chain(columns, _parent(formed[0]))
     for before, now in pairwise(formed):
@@ -86,7 +86,7 @@ def _later(columns: Columns, formed: list[Generation]) -> Iterator[_Left]:
             yield _Left(by=now.id, of=id_, after=continued.get(id_, -1.0), last=last)
 
 
-def _parent(generation: Generation) -> StateKey | None:
+def _parent(generation: RecordedGeneration) -> StateKey | None:
     return generation.start.parent if generation.start is not None else None
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, get_args
 
 from orchestrator.errors import OrchestratorError, RefusedError
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.facts import RunFacts
 
 GROUP = "orchestrator.cards"
 # How a value is shown: text as it is, a whole number, a large whole number in short (tokens), a decimal,
@@ -51,19 +51,19 @@ class Column:
 class Card:
     """A table about a run. `name` is part of its address, `title` its head on the page.
 
-    `rows` is called with the facts of a run (`facts.Facts`) and the current time (seconds since 1970, on the
-    scale of the journal's times), in the page's server and in notebooks. It returns a row for each line, with
-    a value of the column's kind (None: not known) for each column, and no others. It must not read the user's
-    code or data, and should take milliseconds: the other views of the run wait.
+    `rows` is called with the facts of a run (`facts.RunFacts`) and the current time (seconds since 1970, on
+    the scale of the journal's times), in the page's server and in notebooks. It returns a row for each line,
+    with a value of the column's kind (None: not known) for each column, and no others. It must not read the
+    user's code or data, and should take milliseconds: the other views of the run wait.
     """
 
     name: str
     title: str
     columns: tuple[Column, ...]
-    rows: Callable[[Facts, float], Iterable[Row]]
+    rows: Callable[[RunFacts, float], Iterable[Row]]
 
 
-def _group_rows(facts: Facts, now: float) -> Iterable[Row]:
+def _group_rows(facts: RunFacts, now: float) -> Iterable[Row]:
     """The groups of workers, newest first."""
     end = {number: written.last for number, written in facts.columns.attempts.items()}
     begins = [generation for generation in facts.columns.generations if generation.start is not None]
@@ -165,7 +165,7 @@ def card_named(name: str) -> Card:
     )
 
 
-def card_rows(card: Card, facts: Facts, now: float) -> list[dict[str, Any]]:
+def card_rows(card: Card, facts: RunFacts, now: float) -> list[dict[str, Any]]:
     """The rows of a card, with a value of its column's kind (or None) for each column.
 
     Raises `CardError`, which names the card, if its function fails or returns anything else.
@@ -202,7 +202,7 @@ def _require_kind(name: str, kind: Kind, value: Any) -> None:
         raise TypeError(f"{name} is {value!r}, expected {what} or None (its kind is {kind})")
 
 
-def card_documents(facts: Facts, now: float) -> list[dict[str, Any]]:
+def card_documents(facts: RunFacts, now: float) -> list[dict[str, Any]]:
     """Every card as the page gets it. One that fails has its `error` and no rows."""
     found = []
     for card in all_cards():
@@ -217,7 +217,7 @@ def card_documents(facts: Facts, now: float) -> list[dict[str, Any]]:
     return found
 
 
-def card_document(card: Card, facts: Facts, now: float) -> dict[str, Any]:
+def card_document(card: Card, facts: RunFacts, now: float) -> dict[str, Any]:
     """A card as the page gets it: its declaration and its rows. Raises `CardError`."""
     return {**declared(card), "rows": card_rows(card, facts, now), "error": ""}
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS
 from orchestrator.inspect.status.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
 from orchestrator.inspect.views import sources
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.inspect.views.incidents import happenings
 from orchestrator.inspect.views.points_table import table
 from orchestrator.text import span
@@ -24,7 +24,7 @@ LOSS_SHARE, LOSS_MORE = 0.05, 0.02  # that a loss may rise by
 Check = dict[str, Any]
 
 
-def checks(facts: Facts, s: dict[str, Any], now: float) -> list[Check]:
+def checks(facts: RunFacts, s: dict[str, Any], now: float) -> list[Check]:
     """All checks that apply; `s` is the run's summary so far."""
     alive = s["state"] in (RUNNING, WAITING, STARTING)
     return [
@@ -48,7 +48,7 @@ def _check(id_: str, level: str, label: str, value: str, limit: str = "", note: 
     return {"id": id_, "level": level, "label": label, "value": value, "limit": limit, "note": note}
 
 
-def _sign(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
+def _sign(facts: RunFacts, s: dict[str, Any], now: float) -> Iterator[Check]:
     label, life = "Sign of life", facts.life
     if s["state"] in (DONE, STOPPED, FAILED):
         yield _check(
@@ -126,7 +126,7 @@ def _workers(s: dict[str, Any]) -> Iterator[Check]:
     yield _check("world", level, "Workers", f"{world} of {most}", f"at least {least}")
 
 
-def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
+def _save(facts: RunFacts, s: dict[str, Any], now: float) -> Iterator[Check]:
     point, every = s["point"], s["risk"]["every_steps"]
     if point is None or point["t"] is None or not every:
         return
@@ -138,7 +138,7 @@ def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
     )
 
 
-def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
+def _last_save(facts: RunFacts, s: dict[str, Any], now: float) -> Iterator[Check]:
     """Applies only if the newest save of the training attempt was given up, another one will be tried, and no
     point came after it.
     """
@@ -154,7 +154,7 @@ def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
     yield _check("last_save", WARN, "Last save", f"failed, {again}", "", str(last.fields["reason"]))
 
 
-def _damaged(facts: Facts, now: float) -> Iterator[Check]:
+def _damaged(facts: RunFacts, now: float) -> Iterator[Check]:
     rows = table(facts)
     read = [row.checked_at for row in rows if row.checked == DIGESTS and row.checked_at]
     damaged = [row for row in rows if row.state == DAMAGED]
@@ -177,7 +177,7 @@ def _damaged(facts: Facts, now: float) -> Iterator[Check]:
     yield _check("points", level, "Damaged points", found, limit, note)
 
 
-def _failures(facts: Facts) -> Iterator[Check]:
+def _failures(facts: RunFacts) -> Iterator[Check]:
     """Faults of the newest attempt since its newest step."""
     newest = facts.files.begun
     last = float(facts.history["t"][-1]) if len(facts.history) else 0.0
@@ -194,7 +194,7 @@ def _failures(facts: Facts) -> Iterator[Check]:
     yield _check("failures", level, "Failures in a row", f"{len(recent)}", f"at most {limit}")
 
 
-def _skipped(facts: Facts) -> Iterator[Check]:
+def _skipped(facts: RunFacts) -> Iterator[Check]:
     found = sources.documents(facts)
     if found is None or not found[0]:
         return
@@ -206,7 +206,7 @@ def _skipped(facts: Facts) -> Iterator[Check]:
     )
 
 
-def _too_long(facts: Facts) -> Iterator[Check]:
+def _too_long(facts: RunFacts) -> Iterator[Check]:
     """Checks the source with the largest share of too long documents: the limit is each source's."""
     config = facts.config(facts.files.begun)
     found = sources.long_documents(facts) if config.get("pack.long_document") == "skip" else None
@@ -225,7 +225,7 @@ def _too_long(facts: Facts) -> Iterator[Check]:
     )
 
 
-def _audit(facts: Facts, now: float) -> Iterator[Check]:
+def _audit(facts: RunFacts, now: float) -> Iterator[Check]:
     found = sources.audit(facts)
     if found is None:
         yield _check(

@@ -13,7 +13,7 @@ from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import GENERATION
 from orchestrator.inspect.views.facts.columns import Event
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange
 
@@ -199,7 +199,7 @@ class EventFilter:
         )
 
 
-def events(facts: Facts, which: EventFilter, offset: int = 0, limit: int = 100) -> dict[str, Any]:
+def events(facts: RunFacts, which: EventFilter, offset: int = 0, limit: int = 100) -> dict[str, Any]:
     """A page of the events of `which`, newest first. Raises `RefusedError` for an unknown level."""
     if unknown := set(which.levels) - set(LEVELS):
         raise RefusedError(
@@ -215,7 +215,7 @@ def events(facts: Facts, which: EventFilter, offset: int = 0, limit: int = 100) 
     return {"total": len(found), "counts": counts, "offset": offset, "rows": page}
 
 
-def event(facts: Facts, id_: str) -> dict[str, Any]:
+def event(facts: RunFacts, id_: str) -> dict[str, Any]:
     """One event and the fields of its line. Raises `RefusedError` for an unknown id."""
     attempt = id_.removeprefix("a").partition(":")[0]
     known = facts.columns.of_attempt.get(int(attempt), []) if attempt.isdecimal() else []
@@ -226,7 +226,7 @@ def event(facts: Facts, id_: str) -> dict[str, Any]:
     raise RefusedError(f"{facts.name} has no event {id_[:40]}", code="journal.unknown_event")
 
 
-def since(facts: Facts, id_: str) -> list[Row]:
+def since(facts: RunFacts, id_: str) -> list[Row]:
     """The events after a place in the journal, in its order; empty if `id_` is no place."""
     attempt, _, seq = id_.removeprefix("a").partition(":")
     if not (attempt.isdecimal() and seq.isdecimal()):
@@ -270,7 +270,7 @@ def text_of(each: Event) -> str:
         return each.kind
 
 
-def _rows(facts: Facts) -> list[Row]:
+def _rows(facts: RunFacts) -> list[Row]:
     """All rows, newest first. Known rows are kept. Order: by time, so that late events of a cut-off attempt
     have their place, then by place in the journal.
     """

@@ -17,7 +17,7 @@ from orchestrator.history.claims.claim_files import RESTARTED
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.inspect.views.facts.arrays import Array
 from orchestrator.inspect.views.facts.effective_steps import HISTORY, REWOUND
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.facts import RunFacts
 
 PARTS = (
     "productive", "data_wait", "saving", "lost", "rewound", "reforming", "starting", "waiting", "down",
@@ -58,7 +58,7 @@ class Goodput:
         return self.days.setdefault(day, dict.fromkeys(PARTS, 0.0))
 
 
-def goodput(facts: Facts) -> dict[str, Any]:
+def goodput(facts: RunFacts) -> dict[str, Any]:
     """The document: seconds to a tenth, and the parts in hundredths of a percent; both sum exactly."""
     good = measured(facts)
     parts = good.parts
@@ -77,7 +77,7 @@ def goodput(facts: Facts) -> dict[str, Any]:
     }
 
 
-def measured(facts: Facts) -> Goodput:
+def measured(facts: RunFacts) -> Goodput:
     """The seconds, as they are."""
     return facts.kept("goodput", facts.size, lambda: _measured(facts))
 
@@ -152,7 +152,7 @@ def _spread(
         good.on(int(end // DAY_S))["other"] += rest
 
 
-def _measured(facts: Facts) -> Goodput:
+def _measured(facts: RunFacts) -> Goodput:
     columns = facts.columns
     numbers = sorted(columns.attempts)
     good = Goodput()
@@ -192,7 +192,7 @@ def _measured(facts: Facts) -> Goodput:
     return good
 
 
-def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:
+def _between(facts: RunFacts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:
     """Counts the time from the last line of one attempt to the first of the next."""
     end = facts.end_of(before)
     if restarted:
@@ -203,7 +203,7 @@ def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: 
         clock.until(begin, "down")
 
 
-def _step_seconds(facts: Facts) -> dict[GenerationId, Spent]:
+def _step_seconds(facts: RunFacts) -> dict[GenerationId, Spent]:
     """(begin of its first step, end of its last step, seconds by day and part) of each generation that cost
     the run time. Steps of a cut-off attempt that ran beside the next one cost none.
     """
@@ -236,7 +236,7 @@ def _window(t: Array, step_s: Array, rows: Array) -> tuple[float, float]:
     return float(t[rows[0]] - step_s[rows[0]]), float(t[rows].max())
 
 
-def _sums(facts: Facts, key: Any, rows: Array, fate: int) -> dict[int, dict[str, float]]:
+def _sums(facts: RunFacts, key: Any, rows: Array, fate: int) -> dict[int, dict[str, float]]:
     """Seconds by day and part of some steps of one fate. Only steps that are new since the last look are
     added.
     """
@@ -252,7 +252,7 @@ def _sums(facts: Facts, key: Any, rows: Array, fate: int) -> dict[int, dict[str,
     return sums  # type: ignore[no-any-return]
 
 
-def _summed(facts: Facts, rows: Array, fate: int) -> Iterable[tuple[int, dict[str, float]]]:
+def _summed(facts: RunFacts, rows: Array, fate: int) -> Iterable[tuple[int, dict[str, float]]]:
     if not len(rows):
         return
     columns = facts.columns

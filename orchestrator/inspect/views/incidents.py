@@ -23,8 +23,8 @@ from orchestrator.history.claims.claims import GenerationId
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.abandoned_steps import left_behind
-from orchestrator.inspect.views.facts.columns import Event, Generation
-from orchestrator.inspect.views.facts.facts import DRAIN, Facts
+from orchestrator.inspect.views.facts.columns import Event, RecordedGeneration
+from orchestrator.inspect.views.facts.facts import DRAIN, RunFacts
 from orchestrator.inspect.views.points_table import by_name
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange
@@ -43,7 +43,7 @@ SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens"
 Entry = dict[str, Any]
 
 
-def happenings(facts: Facts) -> list[Entry]:
+def happenings(facts: RunFacts) -> list[Entry]:
     """All entries, oldest first."""
     key = (facts.shape, sum(len(facts.columns.kinds.get(kind, ())) for kind in _KINDS))
     return facts.kept("happenings", key, lambda: _happenings(facts))
@@ -54,7 +54,7 @@ def brief(entry: Entry) -> Entry:
     return {name: entry.get(name) for name in SHOWN}
 
 
-def waiting_now(facts: Facts) -> Entry | None:
+def waiting_now(facts: RunFacts) -> Entry | None:
     """The entry on what the newest attempt waits for, if it waits."""
     newest = facts.files.begun
     return next(
@@ -66,10 +66,10 @@ _KINDS = (EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, Event
           EventKind.FEEDER_DIED, "waiting")  # fmt: skip
 
 
-def _happenings(facts: Facts) -> list[Entry]:
+def _happenings(facts: RunFacts) -> list[Entry]:
     found: list[Entry] = []
     open_fault: Entry | None = None
-    before: Generation | None = None
+    before: RecordedGeneration | None = None
     changes = _changes(facts)
     for generation in facts.generations():
         entry = _formed(facts, generation, before, changes.get(generation.id))
@@ -99,8 +99,8 @@ def _heals(entry: Entry, fault: Entry) -> bool:
 class _Group:
     """A generation, the one before it, and the journal's events between them."""
 
-    now: Generation
-    before: Generation | None
+    now: RecordedGeneration
+    before: RecordedGeneration | None
     events: list[Event]
     change: GroupChange | None
 
@@ -114,7 +114,10 @@ class _Group:
 
 
 def _formed(
-    facts: Facts, generation: Generation, before: Generation | None, change: GroupChange | None
+    facts: RunFacts,
+    generation: RecordedGeneration,
+    before: RecordedGeneration | None,
+    change: GroupChange | None,
 ) -> Entry:
     start = generation.start
     assert start is not None, "only generations with a start are listed"
@@ -138,7 +141,9 @@ def _formed(
     return entry
 
 
-def _pause(facts: Facts, generation: Generation, before: Generation | None) -> float | None:
+def _pause(
+    facts: RunFacts, generation: RecordedGeneration, before: RecordedGeneration | None
+) -> float | None:
     if before is None or not generation.ranges or not before.ranges:
         return None
     columns = facts.columns
@@ -146,7 +151,7 @@ def _pause(facts: Facts, generation: Generation, before: Generation | None) -> f
     return round(max(0.0, float(columns["t"][row] - columns["step_s"][row] - columns["t"][last])), 2)
 
 
-def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
+def _begun(facts: RunFacts, entry: Entry, before: RecordedGeneration | None) -> None:
     """The first generation of an attempt."""
     attempt = entry["attempt"]
     claim = facts.files.claims.get(attempt)
@@ -175,7 +180,7 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
         ]
 
 
-def _by_command(facts: Facts) -> list[Entry]:
+def _by_command(facts: RunFacts) -> list[Entry]:
     """Attempts that a command made and that train nothing: rewinds and forks."""
     found, trained = list[Entry](), {generation.id[0] for generation in facts.generations()}
     for number, claim in facts.files.claims.items():
@@ -195,7 +200,7 @@ def _by_command(facts: Facts) -> list[Entry]:
     return found
 
 
-def _origin(facts: Facts, attempt: int) -> str:
+def _origin(facts: RunFacts, attempt: int) -> str:
     """The run and point that an attempt is a fork of, as text."""
     parent = facts.parent(attempt)
     if parent is None or parent.origin is None:
@@ -204,7 +209,7 @@ def _origin(facts: Facts, attempt: int) -> str:
     return f"{found.run.rstrip('/').rpartition('/')[2]} at {found.point}"
 
 
-def _lost(facts: Facts, entry: Entry, generation: int = 0) -> None:
+def _lost(facts: RunFacts, entry: Entry, generation: int = 0) -> None:
     """The steps that were abandoned when this generation was formed, or when an attempt began that formed
     none (0).
     """
@@ -250,7 +255,7 @@ def _within(entry: Entry, group: _Group) -> None:
         entry["detail"] = group.now.start.reason if group.now.start else ""
 
 
-def _changes(facts: Facts) -> dict[GenerationId, GroupChange]:
+def _changes(facts: RunFacts) -> dict[GenerationId, GroupChange]:
     """The coordinators' records of the generations that they formed."""
     found = {}
     for event in facts.events(EventKind.GROUP_FORMED):
@@ -261,7 +266,7 @@ def _changes(facts: Facts) -> dict[GenerationId, GroupChange]:
     return found
 
 
-def _from_events(facts: Facts) -> list[Entry]:
+def _from_events(facts: RunFacts) -> list[Entry]:
     found = []
     kinds = EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, EventKind.FEEDER_DIED
     for event in facts.events(*kinds):
@@ -288,7 +293,7 @@ def _from_events(facts: Facts) -> list[Entry]:
     return [*found, *_waiting(facts)]
 
 
-def _waiting(facts: Facts) -> list[Entry]:
+def _waiting(facts: RunFacts) -> list[Entry]:
     """The newest attempt waits for workers, if that is its last record of the group."""
     newest = facts.files.begun
     events = [e for e in facts.events("waiting") if e.attempt == newest]
@@ -304,7 +309,7 @@ def _waiting(facts: Facts) -> list[Entry]:
     ]  # fmt: skip
 
 
-def _placed(facts: Facts, entry: Entry) -> Entry:
+def _placed(facts: RunFacts, entry: Entry) -> Entry:
     if entry["tokens"] is None or entry["step"] is None:
         at = facts.index_at(entry["t"])
         if entry["tokens"] is None:

@@ -16,8 +16,8 @@ from orchestrator.config.sections import NAME
 from orchestrator.coordinator.attempt.forking import PARENT_OF_FORK
 from orchestrator.history.claims.claim_files import RESTARTED
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent
-from orchestrator.inspect.views.facts.effective_steps import FATES, LOST, REWOUND, Piece
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.effective_steps import FATES, LOST, REWOUND, StepSpan
+from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.inspect.views.points_table import by_name
 from orchestrator.records.steps import StateKey
 
@@ -49,7 +49,7 @@ class Fork:
 
 
 def attempts(
-    facts: Facts, routine: bool = False, offset: int = 0, limit: int = 200, forks: Sequence[Fork] = ()
+    facts: RunFacts, routine: bool = False, offset: int = 0, limit: int = 200, forks: Sequence[Fork] = ()
 ) -> dict[str, Any]:
     """A page of the attempts, newest first; those that are nothing but restarts of the coordinator are left
     out unless `routine`. `forks`: those of the storage; the ones of this run stand at the attempt that made
@@ -93,7 +93,7 @@ def _is_routine(row: Row) -> bool:
     return row["why"] == RESTARTED and not told
 
 
-def _rows(facts: Facts) -> list[Row]:
+def _rows(facts: RunFacts) -> list[Row]:
     rows = facts.kept("lanes", (facts.shape, facts.points_seen), lambda: _all(facts))
     if rows:  # the newest attempt continues between two generations
         newest = rows[0]
@@ -102,14 +102,14 @@ def _rows(facts: Facts) -> list[Row]:
     return rows
 
 
-def _all(facts: Facts) -> list[Row]:
+def _all(facts: RunFacts) -> list[Row]:
     claims = facts.files.claims
     firsts, generations = _firsts_and_generations(facts)
     continued: dict[int, StateKey | None] = {}
     for number in claims:
         parent = facts.parent(number)
         continued[number] = firsts.get(number) or (parent.parent if parent is not None else None)
-    by_attempt: dict[int, list[Piece]] = {}
+    by_attempt: dict[int, list[StepSpan]] = {}
     for piece in facts.path.pieces:
         by_attempt.setdefault(facts.columns.generations[piece.generation].id[0], []).append(piece)
     parents = {n: p.attempt if p else None for n, p in continued.items()}
@@ -126,7 +126,7 @@ def _all(facts: Facts) -> list[Row]:
     return rows
 
 
-def _firsts_and_generations(facts: Facts) -> tuple[dict[int, StateKey | None], dict[int, int]]:
+def _firsts_and_generations(facts: RunFacts) -> tuple[dict[int, StateKey | None], dict[int, int]]:
     """By attempt: what its first generation continued, and how many it had."""
     firsts: dict[int, StateKey | None] = {}
     generations: dict[int, int] = {}
@@ -139,10 +139,10 @@ def _firsts_and_generations(facts: Facts) -> tuple[dict[int, StateKey | None], d
 
 
 def _row(
-    facts: Facts,
+    facts: RunFacts,
     rail: Rail,
     state: StateKey | None,
-    pieces: list[Piece],
+    pieces: list[StepSpan],
     num_generations: int,
     points: Container[str],
 ) -> Row:
@@ -197,7 +197,7 @@ def _forked_from(parent: ClaimParent | None) -> Row | None:
     return {"run": name, "uri": found.run, "run_id": found.run_id, "point": found.point}
 
 
-def _forks(facts: Facts, forks: Sequence[Fork]) -> dict[int, list[Row]]:
+def _forks(facts: RunFacts, forks: Sequence[Fork]) -> dict[int, list[Row]]:
     """Those of this run, by the attempt that made their point; what a fork itself began with counts for the
     claim that took it over. `path` is where one lies that is not among `forks`, as its pin says: it cannot be
     opened here.
@@ -216,7 +216,7 @@ def _forks(facts: Facts, forks: Sequence[Fork]) -> dict[int, list[Row]]:
     return found
 
 
-def _pinned_forks(facts: Facts) -> list[tuple[str, str, str]]:
+def _pinned_forks(facts: RunFacts) -> list[tuple[str, str, str]]:
     """(run, point, folder) of the forks that the pins of their parents name, wherever they lie: a fork pins
     its point before it begins. Whether one is still there is not looked at; nothing tells of one whose pin
     was given back, or that found another pin on its point.
@@ -230,7 +230,7 @@ def _pinned_forks(facts: Facts) -> list[tuple[str, str, str]]:
     return found
 
 
-def _trained(facts: Facts, number: int, pieces: list[Piece]) -> Row:
+def _trained(facts: RunFacts, number: int, pieces: list[StepSpan]) -> Row:
     """What an attempt trained, and what of it was left aside."""
     columns, worlds = facts.columns, list[int]()
     mine = [piece for piece in pieces if columns.generations[piece.generation].id[0] == number]

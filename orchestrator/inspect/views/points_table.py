@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
+from orchestrator.checkpoint.points.point_status import PointStatus, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.redaction import redacted
@@ -32,7 +32,7 @@ from orchestrator.inspect.status.point_rows import (
     stamp,
 )
 from orchestrator.inspect.views.facts.columns import Event
-from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
+from orchestrator.inspect.views.facts.facts import RunFacts, mean_loss, short
 from orchestrator.inspect.views.facts.files import PointFacts
 from orchestrator.json_form import encode
 from orchestrator.planning.resume.identity import differences as planned_differences
@@ -64,7 +64,7 @@ SORTS: Mapping[str, Callable[[PointRow], Any]] = {
 
 
 def points(
-    facts: Facts, state: str = ALL, sort: str = "-step", q: str = "", offset: int = 0, limit: int = 100
+    facts: RunFacts, state: str = ALL, sort: str = "-step", q: str = "", offset: int = 0, limit: int = 100
 ) -> dict[str, Any]:
     """A page of the table. Raises `RefusedError` for an unknown state or order."""
     if state not in STATES:
@@ -90,23 +90,23 @@ def points(
     }
 
 
-def table(facts: Facts) -> list[PointRow]:
+def table(facts: RunFacts) -> list[PointRow]:
     """All points except deleted ones, oldest first."""
     return facts.kept("points", (facts.shape, facts.points_seen), lambda: _table(facts))
 
 
-def by_name(facts: Facts) -> dict[str, PointRow]:
+def by_name(facts: RunFacts) -> dict[str, PointRow]:
     """The rows of `table` by name."""
     key = facts.shape, facts.points_seen
     return facts.kept("points by name", key, lambda: {row.name: row for row in table(facts)})
 
 
-def newest_healthy(facts: Facts) -> PointRow | None:
+def newest_healthy(facts: RunFacts) -> PointRow | None:
     """The newest point of the history that is whole: a start would continue from it."""
     return next((row for row in reversed(table(facts)) if row.state == HEALTHY), None)
 
 
-def deleted(facts: Facts) -> list[Row]:
+def deleted(facts: RunFacts) -> list[Row]:
     """The points that the run, or a prune, has deleted: name, t (committed), consumed_tokens, step."""
     gone = fates(facts).deleted.difference(facts.files.points)
     rows = []
@@ -120,20 +120,20 @@ def deleted(facts: Facts) -> list[Row]:
     return rows
 
 
-def fates(facts: Facts) -> Fates:
+def fates(facts: RunFacts) -> PointStatus:
     """The fate of every point, from journal, claims and prunes."""
     key = seen(facts), len(facts.files.parents), facts.files.deletions
     return facts.kept("fates", key, lambda: _fates(facts))
 
 
-def _fates(facts: Facts) -> Fates:
+def _fates(facts: RunFacts) -> PointStatus:
     events = facts.events(EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
     inherited = (name for parent in facts.files.parents.values() for name in parent.inherited)
     told = point_fates(((event.kind, event.fields) for event in events), inherited)
     return told.without(facts.files.deletions)
 
 
-def lost(facts: Facts) -> frozenset[str]:
+def lost(facts: RunFacts) -> frozenset[str]:
     """Points that were committed and have no COMMIT, although nobody meant to delete them."""
     gone = fates(facts).kept.difference(facts.files.points)
     if not gone or not facts.columns.damages:
@@ -143,7 +143,7 @@ def lost(facts: Facts) -> frozenset[str]:
     return gone - maybe_deleted(gone, committed_at, facts.columns.damages)
 
 
-def of_no_generation(facts: Facts) -> frozenset[str]:
+def of_no_generation(facts: RunFacts) -> frozenset[str]:
     """Points whose generation is missing in the journal."""
     keys = {name: parse_point_name(name) for name in facts.files.points}
     return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
@@ -155,7 +155,7 @@ def _is(row: PointRow, state: str) -> bool:
     return state in (ALL, row.state)
 
 
-def _table(facts: Facts) -> list[PointRow]:
+def _table(facts: RunFacts) -> list[PointRow]:
     committed = {event.fields["point"]: event for event in facts.events(EventKind.POINT_COMMITTED)}
     findings = _findings(facts)
     held = facts.parent(facts.files.begun)
@@ -169,7 +169,7 @@ def _table(facts: Facts) -> list[PointRow]:
     return rows
 
 
-def _is_missed(facts: Facts, name: str) -> bool:
+def _is_missed(facts: RunFacts, name: str) -> bool:
     """Whether a point that lost its COMMIT is shown. One off the history of which nothing is left is not
     missed.
     """
@@ -178,7 +178,7 @@ def _is_missed(facts: Facts, name: str) -> bool:
 
 
 def _row(
-    facts: Facts, name: str, there: PointFacts | None, event: Event | None, finding: Row | None
+    facts: RunFacts, name: str, there: PointFacts | None, event: Event | None, finding: Row | None
 ) -> PointRow:
     key = parse_point_name(name)
     assert key is not None, "only names of points are listed"
@@ -214,7 +214,7 @@ def _row(
     return point_row(name, saved, found, orphan_why, facts.files.pins.get(name), mark)
 
 
-def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, Any]:
+def _cursor(facts: RunFacts, name: str, there: PointFacts | None) -> Mapping[str, Any]:
     """The cursor of a point whose commit is in no journal: from its step's record, or from a fork's
     origin.
     """
@@ -228,7 +228,7 @@ def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, A
     return {f: int(columns[f][row]) for f in _COUNTS}
 
 
-def inherited(facts: Facts, key: StateKey) -> ClaimParent | None:
+def inherited(facts: RunFacts, key: StateKey) -> ClaimParent | None:
     """The parent file of the claim that took over the state with which this fork begins; None for any other
     state.
     """
@@ -236,14 +236,14 @@ def inherited(facts: Facts, key: StateKey) -> ClaimParent | None:
     return parent if parent is not None and parent.origin is not None else None
 
 
-def _time_of(facts: Facts, key: StateKey) -> float | None:
+def _time_of(facts: RunFacts, key: StateKey) -> float | None:
     if inherited(facts, key) is not None:  # it is this run's since that claim
         return stamp(facts.files.claims[key.generation].created)
     row = _row_of(facts, key)
     return float(facts.columns["t"][row]) if row is not None else None
 
 
-def _row_of(facts: Facts, key: StateKey) -> int | None:
+def _row_of(facts: RunFacts, key: StateKey) -> int | None:
     at = facts.columns.index.get((key.attempt, key.generation))
     if at is None:
         return None
@@ -252,7 +252,7 @@ def _row_of(facts: Facts, key: StateKey) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def _findings(facts: Facts) -> dict[str, Row]:
+def _findings(facts: RunFacts) -> dict[str, Row]:
     """The newest result for each point whose files were read, by the run or a verification: the amount
     `checked`, the time, and what is `wrong` by file.
     """
@@ -286,7 +286,7 @@ def _findings(facts: Facts) -> dict[str, Row]:
     return found
 
 
-def seen(facts: Facts) -> int:
+def seen(facts: RunFacts) -> int:
     """A number that grows with every event that may change the table."""
     return sum(len(facts.columns.kinds.get(kind, ())) for kind in _KINDS)
 
@@ -294,7 +294,7 @@ def seen(facts: Facts) -> int:
 NEAR = 50  # number of steps whose mean is the loss at a point
 
 
-def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
+def point(facts: RunFacts, name: str, now: float) -> dict[str, Any]:
     """The document of a point. Raises `RefusedError` if there is no such point, and `StorageError`."""
     row = by_name(facts).get(name)
     if row is None:
@@ -349,14 +349,14 @@ def shown(flat: Row) -> Row:
     return {path: redacted(value, path) for path, value in flat.items()}
 
 
-def _forked_from(facts: Facts, name: str) -> Row | None:
+def _forked_from(facts: RunFacts, name: str) -> Row | None:
     """The run, its id, point and weights that a fork made this point from; None for any other point."""
     key = parse_point_name(name)
     begun = inherited(facts, key) if key is not None else None
     return encode(begun.origin.forked_from) if begun is not None and begun.origin is not None else None
 
 
-def _read(facts: Facts, name: str) -> Point | None:
+def _read(facts: RunFacts, name: str) -> Point | None:
     try:
         return facts.files.store.read_point(name)
     except StorageError:
@@ -365,7 +365,7 @@ def _read(facts: Facts, name: str) -> Point | None:
         return None  # damaged; its row has the reason, or will at the next look
 
 
-def _before(facts: Facts, row: PointRow) -> PointRow | None:
+def _before(facts: RunFacts, row: PointRow) -> PointRow | None:
     """The point it is compared with: the healthy one before it. For a damaged point, any one before it."""
     wanted = {HEALTHY} if row.state == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
     rows = [r for r in table(facts) if r.state in wanted]
@@ -373,7 +373,7 @@ def _before(facts: Facts, row: PointRow) -> PointRow | None:
     return rows[at - 1] if at else None
 
 
-def _cost(facts: Facts, row: PointRow) -> Row:
+def _cost(facts: RunFacts, row: PointRow) -> Row:
     """What going back there sets aside, and the loss there; None for a point off the history."""
     if row.state != HEALTHY or row.consumed_tokens is None:
         return {"aside": None, "loss": None}
@@ -387,7 +387,7 @@ def _cost(facts: Facts, row: PointRow) -> Row:
     return {"aside": aside, "loss": short(mean_loss(near))}
 
 
-def _files(facts: Facts, name: str, row: PointRow) -> list[Row]:
+def _files(facts: RunFacts, name: str, row: PointRow) -> list[Row]:
     there = facts.files.points.get(name)
     commit, wrong = (there.commit, there.wrong) if there is not None else (None, {})
     told = dict(part.split(" ", 1) for part in row.reason.split("; ") if " " in part)
@@ -396,7 +396,7 @@ def _files(facts: Facts, name: str, row: PointRow) -> list[Row]:
     return [{**encode(entry), "problem": problems.get(entry.path)} for entry in entries]
 
 
-def _commands(facts: Facts, row: PointRow) -> dict[str, str]:
+def _commands(facts: RunFacts, row: PointRow) -> dict[str, str]:
     """Commands for a terminal that do the same. CONFIG stands for an unrecorded configuration file."""
     uri, name = shlex.quote(facts.uri), row.name
     commanded = facts.commanded()

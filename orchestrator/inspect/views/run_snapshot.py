@@ -12,7 +12,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.status.snapshot import (
     RECENT_STEPS,
-    Fault,
+    NewestFault,
     NewestGeneration,
     NewestStep,
     RunSnapshot,
@@ -21,15 +21,15 @@ from orchestrator.inspect.status.snapshot import (
 )
 from orchestrator.inspect.status.tail import LOST
 from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING, WAITING, Risk
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.inspect.views.incidents import happenings, waiting_now
 from orchestrator.inspect.views.points_table import newest_healthy
 from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
 
 
-def run_snapshot(facts: Facts) -> RunSnapshot:
-    """Returns the snapshot of the run. Its times leave out jumps of a clock, as those of `Facts` do."""
+def run_snapshot(facts: RunFacts) -> RunSnapshot:
+    """Returns the snapshot of the run. Its times leave out jumps of a clock, as those of `RunFacts` do."""
     files, number = facts.files, facts.files.newest
     end, point, life = facts.end_of(number), newest_healthy(facts), facts.life
     parent = facts.parent(files.begun)
@@ -59,7 +59,7 @@ def run_snapshot(facts: Facts) -> RunSnapshot:
         shortage=Shortage(there=waits["there"], needed=waits["needed"], t=waits["t"]) if waits else None,
         tokens_per_s=_tokens_per_s(facts),
         risk=_risk(facts, (point.consumed_tokens or 0) if point is not None else 0),
-        fault=Fault(text=faults[-1]["text"], t=faults[-1]["t"]) if faults else None,
+        fault=NewestFault(text=faults[-1]["text"], t=faults[-1]["t"]) if faults else None,
         last_sign=(None if end is not None else life.last_sign) or facts.wrote(number) or facts.created,
         missing=facts.pieces,
     )
@@ -68,7 +68,7 @@ def run_snapshot(facts: Facts) -> RunSnapshot:
     return replace(snapshot, since=_since(facts, snapshot))
 
 
-def _since(facts: Facts, snapshot: RunSnapshot) -> float | None:
+def _since(facts: RunFacts, snapshot: RunSnapshot) -> float | None:
     """When the run's state began."""
     number = facts.files.newest
     if number is None:
@@ -85,7 +85,7 @@ def _since(facts: Facts, snapshot: RunSnapshot) -> float | None:
     return facts.began(number)
 
 
-def _generation(facts: Facts) -> NewestGeneration | None:
+def _generation(facts: RunFacts) -> NewestGeneration | None:
     """The newest generation of the history, or the begin that a fork took over."""
     start, head = facts.begin, facts.head
     if start is None:
@@ -111,7 +111,7 @@ def _generation(facts: Facts) -> NewestGeneration | None:
     )
 
 
-def _step(facts: Facts) -> NewestStep | None:
+def _step(facts: RunFacts) -> NewestStep | None:
     history = facts.history
     if not len(history):
         return None
@@ -129,14 +129,14 @@ def _step(facts: Facts) -> NewestStep | None:
     )
 
 
-def _tokens_per_s(facts: Facts) -> float | None:
+def _tokens_per_s(facts: RunFacts) -> float | None:
     rows = facts.history.rows[-RECENT_STEPS:]
     generations = facts.columns["generation"][rows]
     rows = rows[generations == generations[-1]] if len(rows) else rows
     return speed(facts.columns["consumed_tokens"][rows].tolist(), facts.columns["step_s"][rows].tolist())
 
 
-def _risk(facts: Facts, saved_tokens: int) -> Risk:
+def _risk(facts: RunFacts, saved_tokens: int) -> Risk:
     at = facts.index_after(saved_tokens)
     return Risk(
         steps=len(facts.history) - at,
@@ -145,7 +145,7 @@ def _risk(facts: Facts, saved_tokens: int) -> Risk:
     )
 
 
-def _left_behind(facts: Facts) -> Risk | None:
+def _left_behind(facts: RunFacts) -> Risk | None:
     """The trained steps that the newest attempt does not continue. None: there are none, or that is not
     recorded yet.
     """
@@ -157,7 +157,7 @@ def _left_behind(facts: Facts) -> Risk | None:
     return Risk(steps=len(rows), tokens=int(columns["width"][rows].sum()), seconds=seconds)
 
 
-def _cursor(facts: Facts, point: str) -> Cursor | None:
+def _cursor(facts: RunFacts, point: str) -> Cursor | None:
     """The cursor of a point; None if no journal says that it was committed."""
     events = facts.events(EventKind.POINT_COMMITTED)
     event = next((e for e in reversed(events) if e.fields["point"] == point), None)

@@ -46,7 +46,7 @@ from orchestrator.inspect.views import (
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns
-from orchestrator.inspect.views.facts.facts import WATCH_S, Along, Facts, LifeWatch
+from orchestrator.inspect.views.facts.facts import WATCH_S, LifeWatch, RunFacts, StepSeries
 from orchestrator.inspect.views.facts.files import LaterError, RunFiles, UnreadableError
 
 # The missing parts of a run's folder, as `status` shows them (`status.missing`), from the views' data.
@@ -55,7 +55,7 @@ from orchestrator.inspect.views.facts.files import LaterError, RunFiles, Unreada
 _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
 
 
-def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
+def missing_now(facts: RunFacts, lost: frozenset[str]) -> tuple[str, ...]:
     """The paths that are missing or differ from what was written, a few words each.
 
     It lists all of the run's folders. `lost` are the points that lost their COMMIT although nobody meant to
@@ -74,7 +74,7 @@ def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
     return missing_pieces(names, lost, torn, unwritten, is_trained, wrong, [*damaged])
 
 
-def _as_tail(facts: Facts) -> Tail:
+def _as_tail(facts: RunFacts) -> Tail:
     """A tail that reaches back to the beginning of the journal."""
     newest = max((attempt for attempt, _ in facts.columns.index), default=0)
     return Tail(
@@ -110,7 +110,7 @@ class _Reading:
 
     files: RunFiles
     columns: Columns
-    facts: Facts
+    facts: RunFacts
     lines: JournalLines | None = None
     shape: tuple[int, ...] = ()
     listed_at: float = float("-inf")  # when all folders were, for `facts.pieces`
@@ -242,8 +242,8 @@ class RunViews:
     def _begin(self) -> _Reading:
         columns = Columns()
         way = effective_steps.build(columns, (), ())
-        facts = Facts(
-            files=RunFiles(self._store), columns=columns, path=way, history=Along(columns, way.rows)
+        facts = RunFacts(
+            files=RunFiles(self._store), columns=columns, path=way, history=StepSeries(columns, way.rows)
         )
         return _Reading(files=facts.files, columns=columns, facts=facts)
 
@@ -256,7 +256,7 @@ class RunViews:
         except OrchestratorError as error:
             reason = f"the run's history contradicts itself: {error}"
             raise UnreadableError("journal", reason, code=error.code) from error
-        facts.history = Along(reading.columns, facts.path.rows)
+        facts.history = StepSeries(reading.columns, facts.path.rows)
         facts.shape += 1
 
     def _watch(self) -> bool:
@@ -274,7 +274,7 @@ class RunViews:
         return first or before.alive != facts.life.alive or before.last_sign != facts.life.last_sign
 
     @property
-    def _facts(self) -> Facts:
+    def _facts(self) -> RunFacts:
         if self.unreadable is not None:
             raise RefusedError(str(self.unreadable), code=self.unreadable.code)
         if self._reading is None:
@@ -283,7 +283,7 @@ class RunViews:
         return self._reading.facts
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> RunFacts:
         """The facts that all views are made of, as last read."""
         return self._facts
 

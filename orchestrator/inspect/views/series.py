@@ -14,8 +14,8 @@ import numpy as np
 
 from orchestrator.errors import RefusedError
 from orchestrator.inspect.views.facts.arrays import Array, Growing
-from orchestrator.inspect.views.facts.effective_steps import FATES, HISTORY, REWOUND, Piece
-from orchestrator.inspect.views.facts.facts import Along, Facts, shorts
+from orchestrator.inspect.views.facts.effective_steps import FATES, HISTORY, REWOUND, StepSpan
+from orchestrator.inspect.views.facts.facts import RunFacts, StepSeries, shorts
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
 METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
@@ -42,7 +42,7 @@ class Branch:
 class Branches:
     """All branches in one column, so that a curve over all takes one look-up."""
 
-    def __init__(self, facts: Facts, groups: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, facts: RunFacts, groups: Sequence[Sequence[StepSpan]]) -> None:
         generations, rows, self.each = facts.columns.generations, Growing("i8"), list[Branch]()
         for pieces in groups:
             start = len(rows)
@@ -57,7 +57,7 @@ class Branches:
                     stop=len(rows),
                 )
             )
-        self.along = Along(facts.columns, rows)
+        self.along = StepSeries(facts.columns, rows)
 
     def of(self, branch: Branch, name: str) -> Array:
         """A column of one branch."""
@@ -65,7 +65,7 @@ class Branches:
 
 
 def series(
-    facts: Facts,
+    facts: RunFacts,
     axis: str = "tokens",
     metrics: Sequence[str] = ("loss",),
     start: float | None = None,
@@ -138,9 +138,9 @@ def _aside(
     return found
 
 
-def _branches(facts: Facts) -> Branches:
+def _branches(facts: RunFacts) -> Branches:
     """One branch for all that a rewind set aside, and one for each generation of lost steps."""
-    groups: dict[tuple[int, Any], list[Piece]] = {}
+    groups: dict[tuple[int, Any], list[StepSpan]] = {}
     for piece in facts.path.pieces:
         if piece.fate != HISTORY:
             where = piece.by if piece.fate == REWOUND else piece.generation
@@ -168,7 +168,7 @@ def _within(x: Array, low: float, high: float) -> tuple[int, int]:
     return int(np.searchsorted(x, low, "left")), int(np.searchsorted(x, high, "right"))
 
 
-def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[str, Any]:
+def _curve(along: StepSeries, metric: str, pixels: Pixels, with_bands: bool) -> dict[str, Any]:
     _, starts, stops = pixels
     if metric in RATIOS:
         of, by = (along.pyramid(name).over(starts, stops)[2] for name in RATIOS[metric])
@@ -181,7 +181,7 @@ def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[
     return {"mean": shorts(mean), "min": shorts(low), "max": shorts(high)}
 
 
-def _gaps(facts: Facts, pixels: Pixels) -> list[list[float]]:
+def _gaps(facts: RunFacts, pixels: Pixels) -> list[list[float]]:
     """Pauses between two pixels that are longer than steps explain."""
     t, seconds = facts.history["t"], facts.history["step_s"][-200:]
     if not len(t):

@@ -12,7 +12,7 @@ from orchestrator.history.finding_files import newest_audit
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.columns import Event
-from orchestrator.inspect.views.facts.facts import Facts, short
+from orchestrator.inspect.views.facts.facts import RunFacts, short
 
 Row = dict[str, Any]
 
@@ -29,7 +29,7 @@ _AUDIT = (
 )
 
 
-def sources(facts: Facts) -> Row:
+def sources(facts: RunFacts) -> Row:
     """The document."""
     config, identity = facts.config(facts.files.begun), facts.files.run and facts.files.run.identity
     listed = config.get("data.sources") or []
@@ -64,13 +64,13 @@ def sources(facts: Facts) -> Row:
     }
 
 
-def skipped(facts: Facts) -> list[Row]:
+def skipped(facts: RunFacts) -> list[Row]:
     """The reasons for skipped documents: each reason of each source once, the most frequent first."""
     events = facts.events(EventKind.BAD_DOCUMENT)
     return facts.kept("skipped", len(events), lambda: _skipped(events))
 
 
-def newest_cursor(facts: Facts) -> Event | None:
+def newest_cursor(facts: RunFacts) -> Event | None:
     """The last event of the history that has the run's position in its data."""
     events, kept = facts.events(EventKind.POINT_COMMITTED, EventKind.CURSOR), facts.path.attempts
     return next((e for e in reversed(events) if e.attempt in kept and _position(e) <= facts.tokens), None)
@@ -80,7 +80,7 @@ def _position(cursor: Event) -> int:
     return int(cursor.fields["cursor"]["consumed_tokens"])
 
 
-def documents(facts: Facts) -> tuple[int, int] | None:
+def documents(facts: RunFacts) -> tuple[int, int] | None:
     """(documents read, of these skipped) up to the newest cursor; None if the journal has none."""
     cursor = newest_cursor(facts)
     if cursor is None:
@@ -89,7 +89,7 @@ def documents(facts: Facts) -> tuple[int, int] | None:
     return sum(each["documents"] for each in at), sum(each["bad_documents"] for each in at)
 
 
-def long_documents(facts: Facts) -> tuple[str, int, int] | None:
+def long_documents(facts: RunFacts) -> tuple[str, int, int] | None:
     """(source, too long, documents read) up to the newest cursor, for the source with the largest share of
     too long ones. None if the journal has no cursor, or nothing was read.
     """
@@ -99,7 +99,7 @@ def long_documents(facts: Facts) -> tuple[str, int, int] | None:
     return max(shares, key=lambda each: each[1] / each[2], default=None)
 
 
-def audit(facts: Facts) -> Row | None:
+def audit(facts: RunFacts) -> Row | None:
     """The newest audit's result; None if none is stored with the run."""
     found = newest_audit(facts.files.findings)
     if found is None:
@@ -145,7 +145,7 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
     }
 
 
-def _counts(facts: Facts, names: list[str], last: Event | None, cursor: Event | None) -> Row:
+def _counts(facts: RunFacts, names: list[str], last: Event | None, cursor: Event | None) -> Row:
     """Samples and tokens by source, as far as they are known: up to now if there is one source, else at the
     newest cursor, or at the newest attempt's begin.
     """
@@ -178,7 +178,7 @@ def _counted(row: Row, counts: Row, last: Event | None, since: Row | None) -> No
         row["actual_since"] = short(since["counts"].get(name, 0) / max(1, sum(since["counts"].values())))
 
 
-def _counted_at(facts: Facts, listed: list[Row], last: Event | None) -> Row | None:
+def _counted_at(facts: RunFacts, listed: list[Row], last: Event | None) -> Row | None:
     """The place of the counts of samples and tokens: {t, attempt}, attempt None for the newest step."""
     if len(listed) == 1 and len(facts.history):
         return {"t": float(facts.history["t"][-1]), "attempt": None}

@@ -16,7 +16,7 @@ from orchestrator.inspect.status.snapshot import RunSnapshot
 from orchestrator.inspect.status.verdict import NEW, STARTING, Standing, level, missing_text, verdict
 from orchestrator.inspect.views import goodput
 from orchestrator.inspect.views.checks import BAD, WARN, checks
-from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
+from orchestrator.inspect.views.facts.facts import RunFacts, mean_loss, short
 from orchestrator.inspect.views.incidents import brief, happenings
 from orchestrator.inspect.views.points_table import deleted, newest_healthy, table
 from orchestrator.inspect.views.run_snapshot import run_snapshot
@@ -33,7 +33,7 @@ CONFIG = (
 Row = dict[str, Any]
 
 
-def summary(facts: Facts, now: float, full: bool = True) -> Row:
+def summary(facts: RunFacts, now: float, full: bool = True) -> Row:
     """The document of a run's page; without `full` its part that does not need the whole history."""
     at = run_snapshot(facts)
     out = row(facts.name, at, now) | {"uri": facts.uri, "created": facts.created}
@@ -94,7 +94,7 @@ def row(name: str, at: RunSnapshot, now: float) -> Row:
     }
 
 
-def _speed(facts: Facts) -> Row:
+def _speed(facts: RunFacts) -> Row:
     history = facts.history
     last = slice(max(0, len(history) - SPEED_STEPS), None)
     seconds = float(history["step_s"][last].sum())
@@ -109,7 +109,7 @@ def _upper_median(values: Any) -> float:
     return float(np.sort(values)[len(values) // 2])
 
 
-def _risk(facts: Facts, at: RunSnapshot, every: int | None) -> Row:
+def _risk(facts: RunFacts, at: RunSnapshot, every: int | None) -> Row:
     head, step, copies = facts.head, facts.step or 0, None
     if head is not None and at.is_live:
         copies = getattr(head.start, "copies", None) or head.said("copies")
@@ -121,7 +121,7 @@ def _risk(facts: Facts, at: RunSnapshot, every: int | None) -> Row:
     }
 
 
-def _point(facts: Facts, point: PointRow | None) -> Row | None:
+def _point(facts: RunFacts, point: PointRow | None) -> Row | None:
     if point is None:
         return None
     shown = (
@@ -140,7 +140,7 @@ def _point(facts: Facts, point: PointRow | None) -> Row | None:
     return {name: getattr(point, name) for name in shown} | {"checked_newest": newest}
 
 
-def _points(facts: Facts) -> Row:
+def _points(facts: RunFacts) -> Row:
     rows = table(facts)
     return {
         "healthy": sum(row.state == HEALTHY for row in rows),
@@ -153,7 +153,7 @@ def _points(facts: Facts) -> Row:
     }
 
 
-def _goodput(facts: Facts) -> Row:
+def _goodput(facts: RunFacts) -> Row:
     good = goodput.measured(facts)
     parts, wall = good.parts, good.wall_s
     recent: dict[str, float] = {}
@@ -170,7 +170,7 @@ def _goodput(facts: Facts) -> Row:
     }
 
 
-def _loss(facts: Facts) -> Row:
+def _loss(facts: RunFacts) -> Row:
     losses = facts.history["loss"]
     before = losses[-LOSS_BEFORE - LOSS_NOW : -LOSS_NOW]
     full = len(before) == LOSS_BEFORE
@@ -181,7 +181,7 @@ def _loss(facts: Facts) -> Row:
     }
 
 
-def _more(facts: Facts, snapshot: RunSnapshot, out: Row, now: float) -> Row:
+def _more(facts: RunFacts, snapshot: RunSnapshot, out: Row, now: float) -> Row:
     """Adds the fields of one run's page."""
     config = facts.config(facts.files.begun)
     commanded = facts.commanded()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS, HEALTHY, ORPHAN
-from orchestrator.inspect.views.facts.effective_steps import Piece
-from orchestrator.inspect.views.facts.facts import Facts
+from orchestrator.inspect.views.facts.effective_steps import StepSpan
+from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.inspect.views.incidents import happenings
 from orchestrator.inspect.views.points_table import deleted, table
 
@@ -23,7 +23,7 @@ CODES = {HEALTHY: 0, DAMAGED: 2, ORPHAN: 3}
 PINNED, DELETED = 1, 4
 
 
-def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
+def timeline(facts: RunFacts, px: int | None, now: float) -> dict[str, Any]:
     """The document of the timeline. `then_off`: goodput leaves out the time after this attempt.
 
     `px` is its width. Neighbours of one fate and world size that are both thinner than a pixel, in time and
@@ -46,7 +46,7 @@ def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
     }
 
 
-def labels(facts: Facts) -> list[list[Any]]:
+def labels(facts: RunFacts) -> list[list[Any]]:
     """The places where the history's step labels are counted anew: [tokens, label, tokens per step, attempt].
     The first is its begin.
     """
@@ -63,17 +63,17 @@ def _columnar(columns: Sequence[str], rows: list[list[Any]]) -> dict[str, Any]:
     return {"columns": list(columns), "rows": rows}
 
 
-def _by_time(facts: Facts) -> list[Piece]:
+def _by_time(facts: RunFacts) -> list[StepSpan]:
     """The pieces in the order in which they began."""
     columns = facts.columns
 
-    def begin(piece: Piece) -> float:
+    def begin(piece: StepSpan) -> float:
         return float(columns["t"][piece.rows[0]] - columns["step_s"][piece.rows[0]])
 
     return facts.kept("pieces by time", facts.shape, lambda: sorted(facts.path.pieces, key=begin))
 
 
-def _segment(facts: Facts, piece: Piece) -> list[Any]:
+def _segment(facts: RunFacts, piece: StepSpan) -> list[Any]:
     columns, generation = facts.columns, facts.columns.generations[piece.generation]
     a, b = int(piece.rows[0]), int(piece.rows[-1])
     world = generation.start.world_size if generation.start is not None else 0
@@ -91,7 +91,7 @@ def _segment(facts: Facts, piece: Piece) -> list[Any]:
     ]
 
 
-def _grown(facts: Facts, segment: list[Any], piece: Piece) -> list[Any]:
+def _grown(facts: RunFacts, segment: list[Any], piece: StepSpan) -> list[Any]:
     """Extends a segment by a piece. The head's continues between two generations."""
     return _segment(facts, piece) if segment[7] != facts.columns["step"][piece.rows[-1]] else segment
 
@@ -114,7 +114,7 @@ def merged(segments: list[list[Any]], px: int) -> list[list[Any]]:
     return found
 
 
-def _attempts(facts: Facts) -> list[list[Any]]:
+def _attempts(facts: RunFacts) -> list[list[Any]]:
     rows = []
     for number, written in sorted(facts.columns.attempts.items()):
         claim, end = facts.files.claims.get(number), facts.end_of(number)
@@ -132,7 +132,7 @@ def _attempts(facts: Facts) -> list[list[Any]]:
     return rows
 
 
-def _points(facts: Facts) -> list[list[Any]]:
+def _points(facts: RunFacts) -> list[list[Any]]:
     rows = [
         [
             point.name,
@@ -152,7 +152,7 @@ def _points(facts: Facts) -> list[list[Any]]:
     return sorted(rows, key=lambda row: row[1])
 
 
-def _happenings(facts: Facts) -> list[list[Any]]:
+def _happenings(facts: RunFacts) -> list[list[Any]]:
     return [
         [
             round(e["t"], 2),

@@ -23,7 +23,7 @@ from orchestrator.coordinator.attempt.trained_code import trained_code
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claims.claim_files import FORK
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
-from orchestrator.launch.branch.point_query import Found, PointPlan, Wanted, find, planned
+from orchestrator.launch.branch.point_query import PointMatch, PointPlan, PointQuery, find, planned
 from orchestrator.launch.branch.rewind import end_at_once
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
@@ -67,7 +67,7 @@ class ForkPlan(PointPlan):
 def fork(
     store: RunStore,
     new_uri: str,
-    wanted: Wanted,
+    wanted: PointQuery,
     by: str,
     agree: Callable[[ForkPlan], bool],
     say: Callable[[str], None] = lambda text: None,
@@ -108,7 +108,7 @@ def fork(
 
 
 def fork_plan(
-    run: str, new_uri: str, found: Found, wanted: Wanted, origin: ForkedFrom, stands_there: bool
+    run: str, new_uri: str, found: PointMatch, wanted: PointQuery, origin: ForkedFrom, stands_there: bool
 ) -> ForkPlan:
     """The plan of a fork that begins with `found`."""
     return ForkPlan(
@@ -176,7 +176,7 @@ def _config(point: Point, folder: str) -> dict[str, Any]:
     return job.flat()
 
 
-def _there(new: RunStore, origin: ForkedFrom, wanted: Wanted) -> RunFile | None:
+def _there(new: RunStore, origin: ForkedFrom, wanted: PointQuery) -> RunFile | None:
     """The fork, if it was begun before. Raises `RefusedError` for any other run."""
     run = starting.find_run(new)
     if run is None or run.forked_from == origin:

@@ -25,7 +25,7 @@ LATEST = "latest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class PointQuery:
     """The requested point: exactly one of its name (or `latest`), or the last step, sample or token before
     it.
     """
@@ -68,7 +68,7 @@ class Position:
     samples: int
     tokens: int
 
-    def allows(self, wanted: Wanted) -> bool:
+    def allows(self, wanted: PointQuery) -> bool:
         """Whether it is at or before the wanted samples or tokens."""
         if wanted.samples is not None:
             return self.samples <= wanted.samples
@@ -76,7 +76,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class PointMatch:
     """The point, its distance to the wanted place, and the damages of newer points."""
 
     point: Point
@@ -120,7 +120,7 @@ class PointPlan:
         ]
 
 
-def planned(run: str, found: Found, wanted: Wanted) -> dict[str, Any]:
+def planned(run: str, found: PointMatch, wanted: PointQuery) -> dict[str, Any]:
     """The fields of `PointPlan` for the found point."""
     at = place(found.point)
     return {
@@ -146,7 +146,9 @@ def _place_of(record: StepRecord) -> Position:
     return Position(step=record.step, samples=record.consumed_samples, tokens=record.consumed_tokens)
 
 
-def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence[Point]) -> Position | None:
+def wanted_place(
+    wanted: PointQuery, records: Sequence[StepRecord], points: Sequence[Point]
+) -> Position | None:
     """The last place of the history that `wanted` allows; None if a point is named.
 
     A step is a label: if attempts have given two steps the same label (another batch size, data rule 18) it
@@ -186,11 +188,11 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
 def find(
     store: RunStore,
     seen: Survey,
-    wanted: Wanted,
+    wanted: PointQuery,
     among: Sequence[str] | None = None,
     fast: bool = False,
     each: Each | None = None,
-) -> Found:
+) -> PointMatch:
     """The requested point, with every digest of it verified; `fast` and `each` as in
     `PointFiles.verify_point`.
 
@@ -209,7 +211,7 @@ def find(
         if found := store.verify_point(point.name, fast=fast, each=each):
             damages += found
             continue
-        return Found(
+        return PointMatch(
             point=point,
             steps_before=0 if end is None else _steps_between(seen.lineage.records, point, end),
             tokens_before=0 if end is None else end.tokens - place(point).tokens,
@@ -227,7 +229,7 @@ def find(
     )
 
 
-def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: Each | None) -> Found:
+def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: Each | None) -> PointMatch:
     if name not in among and name in store.point_names() and not store.is_foreign(name):
         raise RefusedError(
             f"resume point {name} of {store.storage.root} is not in the run's history (an orphan), and a run "
@@ -246,7 +248,7 @@ def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: E
             f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point",
             code="point.damaged",
         )
-    return Found(point=store.read_point(name), steps_before=0, tokens_before=0, damages=())
+    return PointMatch(point=store.read_point(name), steps_before=0, tokens_before=0, damages=())
 
 
 def _readable(store: RunStore, names: Sequence[str]) -> tuple[list[Point], list[Damage]]:

@@ -35,7 +35,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import asker
 from orchestrator.history.sentences import count
-from orchestrator.launch.branch.point_query import Found, PointPlan, Wanted, find, place, planned
+from orchestrator.launch.branch.point_query import PointMatch, PointPlan, PointQuery, find, place, planned
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.schedule import budgets_for
@@ -89,7 +89,7 @@ class RewindPlan(PointPlan):
         return self.point, self.steps_aside, self.last_step_aside, self.tokens_aside, self.orphans
 
 
-def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: bool) -> RewindPlan:
+def rewind_plan(run: str, seen: Survey, found: PointMatch, wanted: PointQuery, ended: bool) -> RewindPlan:
     """The plan to go back to `found` in the history `seen`. `ended`: whether the newest attempt recorded its
     end.
     """
@@ -109,7 +109,7 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
     )
 
 
-def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
+def look(store: RunStore, wanted: PointQuery, run: str = "") -> RewindPlan:
     """The plan for the run in storage. The point's sizes and headers are compared.
 
     Raises as `point_query.find` and `PinFiles.require_kept`.
@@ -117,7 +117,7 @@ def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
     return _look(store, wanted, run)[0]
 
 
-def _look(store: RunStore, wanted: Wanted, run: str) -> tuple[RewindPlan, int]:
+def _look(store: RunStore, wanted: PointQuery, run: str) -> tuple[RewindPlan, int]:
     """The plan, and the newest attempt if that had ended before the run was read (else 0)."""
     newest = store.newest_claim()
     ended = newest.number if newest is not None and store.read_end(newest.number) is not None else 0
@@ -128,7 +128,7 @@ def _look(store: RunStore, wanted: Wanted, run: str) -> tuple[RewindPlan, int]:
     return plan, ended
 
 
-def _find(store: RunStore, seen: Survey, wanted: Wanted) -> Found:
+def _find(store: RunStore, seen: Survey, wanted: PointQuery) -> PointMatch:
     require_journals(store, seen)
     found = find(store, seen, wanted, fast=True)
     require_listed(seen, found.point)
@@ -137,7 +137,7 @@ def _find(store: RunStore, seen: Survey, wanted: Wanted) -> Found:
 
 def rewind(
     store: RunStore,
-    wanted: Wanted,
+    wanted: PointQuery,
     by: str,
     agree: Callable[[RewindPlan], bool],
     say: Callable[[str], None] = lambda text: None,
@@ -189,7 +189,7 @@ def _begin(
 ) -> tuple[Attempt, dict[str, Any]]:
     """Writes what the claim inherits: the history up to the point."""
     store.require_kept(plan.point)
-    wanted = Wanted(point=plan.point)
+    wanted = PointQuery(point=plan.point)
     seen, found = decided(store, lambda seen: (seen, _find(store, seen, wanted)))
     now = rewind_plan(plan.run, seen, found, wanted, False)
     if now.sets_aside() != plan.sets_aside():

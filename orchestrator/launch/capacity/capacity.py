@@ -12,7 +12,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from orchestrator.history.sentences import count
-from orchestrator.launch.capacity.resource_estimate import Needs, gib, memory_notes, model_size, needs_of
+from orchestrator.launch.capacity.resource_estimate import (
+    ResourceEstimate,
+    gib,
+    memory_notes,
+    model_size,
+    needs_of,
+)
 from orchestrator.planning.state.memory import (
     Machine,
     ParallelChoice,
@@ -132,7 +138,7 @@ def capacity_problems(
 
 
 def memory_problems(
-    needs: Needs, num_workers: int, machines: Sequence[Machine], with_feed: bool = True
+    needs: ResourceEstimate, num_workers: int, machines: Sequence[Machine], with_feed: bool = True
 ) -> list[str]:
     """Why `num_workers` workers (and the feed) do not fit into the memory of these machines.
 
@@ -154,7 +160,7 @@ def memory_problems(
 
 
 def gpu_problems(
-    needs: Needs, num_workers: int, machines: Sequence[Machine], every_gpu: bool = False
+    needs: ResourceEstimate, num_workers: int, machines: Sequence[Machine], every_gpu: bool = False
 ) -> list[str]:
     """Why too few of these GPUs have the memory for `num_workers` workers; empty if enough do, or if one is
     not known.
@@ -282,7 +288,9 @@ def _known_text(job: JobConfig, known: KnownMachines) -> str:
     return text
 
 
-def _needs(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> Needs:
+def _needs(
+    job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
+) -> ResourceEstimate:
     world_size = workers.world_size or workers.num_workers
     return needs_of(job, num_shards, world_size, one_machine=_is_one(workers, machines))
 
@@ -354,13 +362,13 @@ def _fewer_workers(
 
 def _fewest(
     job: JobConfig, first: int, workers: Workers, machines: Sequence[Machine], with_points: bool
-) -> tuple[int, Needs] | None:
+) -> tuple[int, ResourceEstimate] | None:
     """The fewest workers from `first` on that fit, and their needs.
 
     They are on the same machines; with GPUs, as many GPUs as needed, of the size of the largest.
     """
 
-    def of_one(num: int) -> Needs:
+    def of_one(num: int) -> ResourceEstimate:
         needs = needs_of(job, None, num, one_machine=_is_one(workers, machines))
         points = 0 if with_points else needs.memory_point_bytes
         return replace(needs, worker_bytes=needs.worker_bytes - points)
@@ -375,7 +383,7 @@ def _fewest(
     return None if memory_problems(needs, here, machines, workers.with_feed) else (counts[at], needs)
 
 
-def _is_room_for_one(needs: Needs, machines: Sequence[Machine]) -> bool:
+def _is_room_for_one(needs: ResourceEstimate, machines: Sequence[Machine]) -> bool:
     gpus = [size for machine in machines for size in machine.gpu_bytes]
     memory = [machine.memory_bytes for machine in machines]
     of_gpu, in_memory = max(gpus, default=0), max(memory, default=0)

@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResourceError
-from orchestrator.launch.capacity.resource_estimate import Needs, count_parameters, needs_of, of_measured
+from orchestrator.launch.capacity.resource_estimate import (
+    ResourceEstimate,
+    count_parameters,
+    needs_of,
+    of_measured,
+)
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.dry_run.model_dry_run import ModelFacts, is_to_try, try_model
 
 if TYPE_CHECKING:
-    from orchestrator.elastic.supervision.policy import Limits, NodeFacts
+    from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts
     from orchestrator.launch.on_ray.node_disks import NodeDisks
     from orchestrator.planning.resume.resume_plan import ResumePlan
     from orchestrator.planning.state.memory import Machine, ParallelChoice
@@ -83,12 +88,12 @@ def _of_shape(job: JobConfig, shape: dict[str, object] | None) -> JobConfig:
 _FREED_S = 10.0  # how long a start waits for resources of an earlier launch
 
 
-def limits_of(job: JobConfig) -> Limits:
+def limits_of(job: JobConfig) -> LaunchLimits:
     """A job's requirements for a cluster, and for each of its workers."""
-    from orchestrator.elastic.supervision.policy import Limits
+    from orchestrator.elastic.supervision.policy import LaunchLimits
 
     cluster = job.cluster
-    return Limits(
+    return LaunchLimits(
         start_workers=cluster.start_workers,
         min_workers=cluster.min_workers,
         max_workers=cluster.max_workers,
@@ -99,7 +104,7 @@ def limits_of(job: JobConfig) -> Limits:
     )
 
 
-def divided_here(job: JobConfig, limits: Limits) -> ParallelChoice | None:
+def divided_here(job: JobConfig, limits: LaunchLimits) -> ParallelChoice | None:
     """How the state is divided if a Ray is started on this machine, else None: the cluster's machines are not
     yet known.
 
@@ -116,8 +121,8 @@ def divided_here(job: JobConfig, limits: Limits) -> ParallelChoice | None:
 
 
 def fitting(
-    job: JobConfig, limits: Limits, storage: Storage, here: ParallelChoice | None, disks: NodeDisks
-) -> tuple[ParallelChoice, Limits]:
+    job: JobConfig, limits: LaunchLimits, storage: Storage, here: ParallelChoice | None, disks: NodeDisks
+) -> tuple[ParallelChoice, LaunchLimits]:
     """How the state is divided on the cluster (`here`, if already determined), and the limits with which the
     job fits.
 
@@ -143,7 +148,7 @@ def require_disk(job: JobConfig, storage: Storage) -> None:
 
 
 def _divide(
-    job: JobConfig, limits: Limits, machines: Sequence[Machine], cluster: str
+    job: JobConfig, limits: LaunchLimits, machines: Sequence[Machine], cluster: str
 ) -> tuple[ParallelChoice, list[str]]:
     """How the state is divided on these machines, of the Ray at the address `cluster`, and why it does not
     fit.
@@ -164,8 +169,8 @@ def _refuse(problems: Sequence[str], code: str = "cluster.too_small") -> None:
 
 
 def _preflight(
-    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memory: Sequence[str]
-) -> Limits:
+    job: JobConfig, needs: ResourceEstimate, limits: LaunchLimits, storage: Storage, memory: Sequence[str]
+) -> LaunchLimits:
     """The limits with which the job fits: with a CPU for each tokenizer, else without.
 
     Raises `ResourceError` with everything that is missing. `memory` are problems found before.
@@ -173,7 +178,7 @@ def _preflight(
     from orchestrator.elastic.supervision.policy import preflight, without_tokenizer_cpus
     from orchestrator.launch.capacity.cluster_inventory import node_facts
 
-    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
+    def look(nodes: tuple[NodeFacts, ...], limits: LaunchLimits) -> list[str]:
         free, needed = _disk_bytes(job, needs, storage)
         return [*memory] + preflight(
             nodes,
@@ -199,7 +204,7 @@ def _preflight(
     return limits
 
 
-def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
+def _disk_bytes(job: JobConfig, needs: ResourceEstimate, storage: Storage) -> tuple[int | None, int]:
     """Free bytes at the run's storage, and bytes needed for the points that it keeps and one more.
 
     Free is None if it is not known: in a bucket, or if parts of points are elsewhere.

@@ -52,7 +52,7 @@ _GPT2_NAMES = {  # alternative names in transformers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class ResourceEstimate:
     """The memory needs of a job.
 
     `worker_bytes` is one worker's memory, `feed_bytes` that of feeder and tokenizers, `text` explains both.
@@ -73,7 +73,7 @@ class Needs:
 
 def needs_of(
     job: JobConfig, num_shards: int | None = 1, num_workers: int = 1, one_machine: bool = False
-) -> Needs:
+) -> ResourceEstimate:
     """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`.
 
     The workers may all be on `one_machine`; otherwise each is assumed to have its neighbour on another
@@ -90,7 +90,7 @@ def needs_of(
     in_memory = f" + {of_state}" if of_state and not on_gpu else ""
     in_memory += f" + {gib(copies)} for copies that are saved, and memory points" if copies else ""
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
-    return Needs(
+    return ResourceEstimate(
         worker_bytes=_WORKER_BYTES + copies + (0 if on_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
         point_bytes=(parameters * _POINT_COPIES - size.frozen * (_POINT_COPIES - 1)) * dtype_bytes,

@@ -105,7 +105,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class DoctorFacts:
     """All facts; None if the system does not report one.
 
     `health`: Ray's health-check settings in this process's environment, by name. `ours`: the settings of a
@@ -128,7 +128,7 @@ class Facts:
     cpu_bfloat16: bool
 
 
-def diagnose(facts: Facts) -> tuple[Check, ...]:
+def diagnose(facts: DoctorFacts) -> tuple[Check, ...]:
     """A verdict for each fact, in a fixed order."""
     return (
         *_versions(facts),
@@ -147,7 +147,7 @@ def worst(checks: Sequence[Check]) -> State:
 
 
 # ------------------------------------------------------------ software
-def _versions(facts: Facts) -> Iterator[Check]:
+def _versions(facts: DoctorFacts) -> Iterator[Check]:
     good = SpecifierSet(PYTHON).contains(facts.python, prereleases=True)
     yield Check(
         name="python",
@@ -176,7 +176,7 @@ def _versions(facts: Facts) -> Iterator[Check]:
 
 
 # ------------------------------------------------------------ Ray
-def _auth(facts: Facts) -> Check:
+def _auth(facts: DoctorFacts) -> Check:
     auth, name = facts.auth, "ray token"
     if auth.mode.lower() == "token":
         if not auth.token or auth.trouble:
@@ -217,7 +217,7 @@ def _open_token(auth: AuthFacts, check: Check) -> Check:
     )
 
 
-def _health(facts: Facts) -> Check:
+def _health(facts: DoctorFacts) -> Check:
     """Checks how long Ray takes to declare a disconnected node dead.
 
     That happens after a number of consecutive checks without an answer in time.
@@ -243,7 +243,7 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) else None
 
 
-def _cluster(found: ClusterFacts, facts: Facts) -> Iterator[Check]:
+def _cluster(found: ClusterFacts, facts: DoctorFacts) -> Iterator[Check]:
     if found.trouble:
         advice = (
             "start the head (`ray start --head`; with `--dashboard-host 0.0.0.0` it takes jobs from other "
@@ -365,7 +365,7 @@ def _folder(found: StorageFacts) -> Check:
 
 
 # ------------------------------------------------------------ the machine
-def _machine(facts: Facts) -> Iterator[Check]:
+def _machine(facts: DoctorFacts) -> Iterator[Check]:
     if facts.shm_bytes is not None:
         advice = "make it larger (in a container: --shm-size=1g): Ray's object store lies there"
         yield _measured("shared memory", facts.shm_bytes, SHM_BYTES, _gib, advice)
@@ -390,7 +390,7 @@ def _machine(facts: Facts) -> Iterator[Check]:
     yield _accelerators(facts)
 
 
-def _accelerators(facts: Facts) -> Check:
+def _accelerators(facts: DoctorFacts) -> Check:
     if not facts.gpus:
         with_bf16 = "computes" if facts.cpu_bfloat16 else "does not compute"
         advice = (

@@ -18,13 +18,13 @@ from pathlib import Path
 from orchestrator.cluster import connection, machine
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.cluster.machine import gpu_rows
-from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.launch.doctor.diagnosis import (
     VERSIONS,
     AuthFacts,
     ClusterFacts,
-    Facts,
+    DoctorFacts,
     Gpu,
     StorageFacts,
 )
@@ -38,14 +38,14 @@ STORAGE_S = 10.0  # how long to wait for storage
 _CREATORS = 8
 
 
-def collect(storage: str, address: str | None) -> Facts:
+def collect(storage: str, address: str | None) -> DoctorFacts:
     """The facts of this machine, of the folder for runs, and of a cluster's address."""
     with ThreadPoolExecutor(thread_name_prefix="doctor") as threads:  # each waits for something else
         gpus = threads.submit(_gpus)
         cluster = threads.submit(_cluster, address) if address else None
         stored = look_at_storage(storage)
         mode, token, is_default, file_mode, trouble = connection.auth(os.environ, home())
-        return Facts(
+        return DoctorFacts(
             python=platform.python_version(),
             versions={name: _version(name) for name in VERSIONS},
             auth=AuthFacts(
@@ -71,7 +71,7 @@ def look_at_storage(folder: str, make: Callable[[str], Storage] = open_storage) 
     A folder that does not exist is tested where it would be made. For a bucket's URI, the bucket's required
     capabilities are tested. Storage that hangs is given up after `STORAGE_S`.
     """
-    asked = Asked(lambda: _try_storage(folder, make))
+    asked = BackgroundCall(lambda: _try_storage(folder, make))
     asked.ask()
     try:
         found = asked.answer(STORAGE_S)

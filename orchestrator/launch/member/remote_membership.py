@@ -89,7 +89,7 @@ def _is_starved(before: ProcessLook | None, now: ProcessLook | None) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class MemberAddress:
     """Where this member runs: its actor and node in Ray ("" outside it), and its address for the others."""
 
     actor_id: str
@@ -141,7 +141,7 @@ class RemoteMembership:
         self,
         calls: Calls,
         launch: str,
-        place: Place,
+        place: MemberAddress,
         coordinator_limit_s: float = COORDINATOR_LIMIT_S,
         keep_vote: Callable[[Vote], None] | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,

@@ -18,8 +18,14 @@ from typing_extensions import override
 
 from orchestrator.checkpoint.node_local.node_folder import ASK_AGAIN_S, FolderChecks
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
-from orchestrator.checkpoint.node_local.remote_nodes import Answer, Home, NodeServer, ReachedNodes, Servers
-from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.checkpoint.node_local.remote_nodes import (
+    FutureAnswer,
+    Home,
+    NodeServer,
+    ReachedNodes,
+    Servers,
+)
+from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.launch.capacity.resource_estimate import gib
@@ -77,7 +83,7 @@ class RayServers(Servers):
         self._actors.pop(node, None)
 
 
-class RayAnswer(Answer):
+class RayAnswer(FutureAnswer):
     """The answer of an actor."""
 
     def __init__(self, reference: Any, lost: Callable[[], None], text: str = "") -> None:
@@ -130,7 +136,7 @@ class NodeDisks:
         self._servers = servers or RayServers(secrets.token_hex(4), folder)
         self.nodes = ReachedNodes(self._servers, folder)
         self._checks = FolderChecks()
-        self._asked: dict[str, Asked[Home]] = {}
+        self._asked: dict[str, BackgroundCall[Home]] = {}
 
     def reached_by(self, storage: NodeStorage) -> None:
         """From now on `storage` finds the parts of points there, including those written by older
@@ -168,7 +174,7 @@ class NodeDisks:
             return tuple(nodes)
         hosts = {node.node_id: node.host for node in nodes}
         for node in self._checks.to_ask(hosts, self._clock()):
-            self._asked[node] = Asked(partial(self.nodes.home, node))
+            self._asked[node] = BackgroundCall(partial(self.nodes.home, node))
             self._asked[node].ask()
         for node in [*self._asked]:
             self._look_for_answer(node, hosts.get(node, ""))

@@ -28,8 +28,8 @@ from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.formation import GroupSize
-from orchestrator.elastic.supervision.policy import Limits, NodeFacts, tokenizer_node
-from orchestrator.elastic.supervision.supervisor import Launch, Supervisor
+from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts, tokenizer_node
+from orchestrator.elastic.supervision.supervisor import SupervisedLaunch, Supervisor
 from orchestrator.errors import code_of, text_of
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
@@ -51,7 +51,7 @@ GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch
 
 
 def supervise(
-    context: LaunchContext, attempt: Attempt, spec: DataSpec, limits: Limits, disks: NodeDisks
+    context: LaunchContext, attempt: Attempt, spec: DataSpec, limits: LaunchLimits, disks: NodeDisks
 ) -> RunStatus:
     """Starts what the attempt needs and waits until the run has ended. Everything started here ends here.
 
@@ -143,11 +143,13 @@ def _task(
     )
 
 
-def _launch(context: LaunchContext, task: WorkerTask, limits: Limits, roomy: str | None) -> Launch:
+def _launch(
+    context: LaunchContext, task: WorkerTask, limits: LaunchLimits, roomy: str | None
+) -> SupervisedLaunch:
     """The data that the supervisor needs to start workers that do `task`."""
     job, folder = context.job, context.storage.folder
     gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
-    return Launch(
+    return SupervisedLaunch(
         name=f"{job.run.name}-{task.launch[:6]}",
         train_function=train_function,
         worker_config={"task": task},
@@ -165,7 +167,7 @@ def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") ->
     ray.kill(coordinator, no_restart=True)
 
 
-def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunStatus], None]:
+def _shower(progress: Progress, limits: LaunchLimits, feeder: Any) -> Callable[[RunStatus], None]:
     """Shows each status, lost workers and joined ones. Notifies the feeder of commits, so that it can drop
     steps.
     """
@@ -207,7 +209,7 @@ def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None
 
 
 def _start_feeder(
-    job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any, roomy: str | None
+    job: JobConfig, attempt: Attempt, spec: DataSpec, limits: LaunchLimits, here: Any, roomy: str | None
 ) -> Any:
     """The launch's feeder, an actor on the node of `here`, opened where the attempt begins. Its tokenizers
     run on the node `roomy`.

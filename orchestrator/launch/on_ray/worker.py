@@ -144,14 +144,14 @@ def train_function(config: dict[str, Any]) -> None:
             from orchestrator.data.feed.remote_feed import RayFeed
             from orchestrator.faults import hook
             from orchestrator.launch.member.remote_membership import (
-                Place,
+                MemberAddress,
                 RemoteMembership,
                 keep_in_storage,
             )
             from orchestrator.trainer.loop import train
 
         job = _job(task)
-        place = Place(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
+        place = MemberAddress(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
         files = _files(task, place.host)
         membership = RemoteMembership(
             RayCalls(task.coordinator),

@@ -15,7 +15,7 @@ from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.launch.capacity.capacity import choice_note
@@ -125,7 +125,7 @@ END_LOOK_S = 5.0  # how long the end waits for a storage that may hang
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
+class FolderAtEnd:
     """What exists at the end of a launch: whether its folder is still the run's, and has the newest resume
     point.
     """
@@ -146,7 +146,7 @@ def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunSto
     else:
         ended, colon, why = how.partition(": ")
         progress.say(ended + (f", loss {sentences.loss(step.loss)}" if step else "") + colon + why)
-    asked = Asked(partial(_look_at_end, store, run_id, status.newest_point))
+    asked = BackgroundCall(partial(_look_at_end, store, run_id, status.newest_point))
     asked.ask()
     try:
         left = asked.answer(END_LOOK_S) or f"storage has not answered for {END_LOOK_S:.0f} s"
@@ -154,16 +154,18 @@ def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunSto
         left = str(error)
     for line in end_lines(job.run.run_uri, status, left):
         progress.say(line)
-    return replace(status, newest_point=None) if isinstance(left, Left) and not left.point else status
+    return replace(status, newest_point=None) if isinstance(left, FolderAtEnd) and not left.point else status
 
 
-def _look_at_end(store: RunStore, run_id: str, point: str | None) -> Left:
+def _look_at_end(store: RunStore, run_id: str, point: str | None) -> FolderAtEnd:
     run = store.read_run()
     commit = point is not None and store.storage.exists(f"points/{point}/COMMIT")
-    return Left(run=run is not None and run.id == run_id, point=commit and (run is None or run.id == run_id))
+    return FolderAtEnd(
+        run=run is not None and run.id == run_id, point=commit and (run is None or run.id == run_id)
+    )
 
 
-def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
+def end_lines(uri: str, status: RunStatus, left: FolderAtEnd | str) -> list[str]:
     """Where the results are, and what to try next. `left`: what exists, or why that is not known."""
     point = f"{uri}/points/{status.newest_point}"
     if status.newest_point is None:
@@ -173,7 +175,7 @@ def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
     else:
         where = point if left.point else f"none, {point} is gone"
     trained = status.last_step is not None or status.newest_point is not None
-    there = isinstance(left, Left) and left.run
+    there = isinstance(left, FolderAtEnd) and left.run
     return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there)]
 
 

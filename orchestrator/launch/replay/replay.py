@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
-from orchestrator.launch.branch.point_query import Wanted
-from orchestrator.launch.replay.step_replay import History, retrained
+from orchestrator.launch.branch.point_query import PointQuery
+from orchestrator.launch.replay.step_replay import ReplayHistory, retrained
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import BatchSlice
 
@@ -80,7 +80,7 @@ class StateAt:
 
 def replay(
     store: RunStore,
-    wanted: Wanted,
+    wanted: PointQuery,
     run: str = "",
     say: Callable[[str], None] = lambda text: None,
     overrides: Sequence[str] = (),
@@ -91,7 +91,7 @@ def replay(
     for these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` if
     there is no place to begin or the journal has gaps, `DataIdentityError` if files have changed.
     """
-    history = History(store, wanted)
+    history = ReplayHistory(store, wanted)
     if overrides:
         parse_config(history.first_regime().config.to_json(), overrides)
     expected = history.expected_digest()
@@ -111,9 +111,9 @@ def replay(
     )
 
 
-def state_at(store: RunStore, wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> StateAt:
+def state_at(store: RunStore, wanted: PointQuery, say: Callable[[str], None] = lambda text: None) -> StateAt:
     """The state after the wanted step, and the batch of the next one. Raises as `replay`."""
-    history = History(store, wanted)
+    history = ReplayHistory(store, wanted)
     with retrained(history, say) as walk:
         return StateAt(
             step=history.target.step,

@@ -19,10 +19,10 @@ from orchestrator.errors import RefusedError, ResumePointError, TrainingError
 from orchestrator.history.request_files import asker
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.branch.fork import fork
-from orchestrator.launch.branch.point_query import Wanted, place
+from orchestrator.launch.branch.point_query import PointQuery, place
 from orchestrator.launch.branch.temporary_runs import remove_left, scratch
 from orchestrator.launch.replay.replay import Replayed
-from orchestrator.launch.replay.step_replay import History, Regime, difference, notes_on
+from orchestrator.launch.replay.step_replay import Regime, ReplayHistory, difference, notes_on
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.open import absolute, split
@@ -59,7 +59,7 @@ def needs_a_launch(overrides: Sequence[str]) -> bool:
 
 def replay_as_run(
     store: RunStore,
-    wanted: Wanted,
+    wanted: PointQuery,
     overrides: Sequence[str] = (),
     to_point: str | None = None,
     run: str = "",
@@ -73,7 +73,7 @@ def replay_as_run(
     `TrainingError` if a launch ended before the step (`KeyboardInterrupt` if it was stopped).
     """
     needs_a_launch(overrides)
-    history = History(store, wanted)
+    history = ReplayHistory(store, wanted)
     if history.begin is None and not history.records:
         raise RefusedError(
             "step 0 without a resume point has nothing to train: any new run of the same configuration "
@@ -88,7 +88,7 @@ def replay_as_run(
 
 
 def _replayed(
-    history: History,
+    history: ReplayHistory,
     folder: str,
     overrides: Sequence[str],
     run: str,
@@ -129,7 +129,7 @@ def _replayed(
     )
 
 
-def _segments(history: History) -> list[tuple[Regime, int]]:
+def _segments(history: ReplayHistory) -> list[tuple[Regime, int]]:
     """The regimes of the steps, in order, each with its end in tokens."""
     found: list[tuple[Regime, int]] = []
     for record in history.records:
@@ -147,7 +147,7 @@ def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
 
 
 def _begin(
-    history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None], stays: bool
+    history: ReplayHistory, new: RunStore, job: JobConfig | None, say: Callable[[str], None], stays: bool
 ) -> None:
     """Begins the fork; from the first weights, a separate run with the same frozen data, for the first `job`.
 
@@ -156,7 +156,9 @@ def _begin(
     """
     store, folder = history.store, new.storage.root
     if history.begin is not None:
-        fork(store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say, pinned=stays)
+        fork(
+            store, folder, PointQuery(point=history.begin.name), asker(), lambda plan: True, say, pinned=stays
+        )
         return
     if starting.find_run(new) is not None:
         raise RefusedError(

@@ -1,7 +1,7 @@
 """Trains the steps of a run's history again in this process, and compares each with its record.
 
-`History` determines the point to begin at, the steps from there, and what each step was trained with. The run
-is only read.
+`ReplayHistory` determines the point to begin at, the steps from there, and what each step was trained with.
+The run is only read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.lineage import skips_of
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.sentences import count
-from orchestrator.launch.branch.point_query import Position, Wanted, place, wanted_place
+from orchestrator.launch.branch.point_query import PointQuery, Position, place, wanted_place
 from orchestrator.planning import batches
 from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
@@ -54,10 +54,10 @@ class Regime:
         return same and (self.budgets, self.sources) == (other.budgets, other.sources)
 
 
-class History:
+class ReplayHistory:
     """A run's history around a step: where to begin, the steps from there, and the regime of each."""
 
-    def __init__(self, store: RunStore, wanted: Wanted) -> None:
+    def __init__(self, store: RunStore, wanted: PointQuery) -> None:
         self.store, self.seen = store, survey(store)
         points = _readable(store, self.seen)
         self.target = _target(self.seen, wanted, points)
@@ -161,7 +161,7 @@ def _readable(store: RunStore, seen: Survey) -> list[Point]:
     return [point for point in at_once(store.storage, read, seen.points) if point is not None]
 
 
-def _target(seen: Survey, wanted: Wanted, points: Sequence[Point]) -> Position:
+def _target(seen: Survey, wanted: PointQuery, points: Sequence[Point]) -> Position:
     if wanted.step == 0 and not any(point.key.step == 0 for point in points):
         return Position(step=0, samples=0, tokens=0)
     found = wanted_place(wanted, seen.lineage.records, points)
@@ -175,7 +175,7 @@ SAY_EVERY_S = 10.0
 
 
 @contextmanager
-def retrained(history: History, say: Callable[[str], None]) -> Iterator[Retraining]:
+def retrained(history: ReplayHistory, say: Callable[[str], None]) -> Iterator[StepReplayer]:
     """A worker that has trained up to the target. Restores torch's settings afterwards."""
     import torch
 
@@ -189,7 +189,7 @@ def retrained(history: History, say: Callable[[str], None]) -> Iterator[Retraini
         begin = history.begin.name if history.begin else "the first weights"
         steps = count(len(history.records), "step")
         say(f"training {steps} again, from {begin} to step {history.target.step:,}")
-        walk = Retraining(history, device)
+        walk = StepReplayer(history, device)
         try:
             walk.go(say)
             yield walk
@@ -200,10 +200,10 @@ def retrained(history: History, say: Callable[[str], None]) -> Iterator[Retraini
         torch.use_deterministic_algorithms(strict)
 
 
-class Retraining:
+class StepReplayer:
     """One worker that trains the steps of a history again."""
 
-    def __init__(self, history: History, device: torch.device) -> None:
+    def __init__(self, history: ReplayHistory, device: torch.device) -> None:
         from orchestrator.checkpoint.points.rank_files import CommittedFiles
         from orchestrator.trainer.loading.state_tensors import load
 

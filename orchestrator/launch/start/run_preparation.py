@@ -32,7 +32,7 @@ from orchestrator.coordinator.attempt.forking import (
 )
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point, kept_point
 from orchestrator.coordinator.attempt.source_resolution import (
-    SourcesHere,
+    SourceResolution,
     first_of,
     has_lists,
     plain_reading,
@@ -42,7 +42,7 @@ from orchestrator.coordinator.attempt.survey import Survey, decided
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.formation import GroupSize
 from orchestrator.errors import ConfigError, RefusedError, StorageError
-from orchestrator.planning.resume.source_lists import Reading
+from orchestrator.planning.resume.source_lists import SourceReading
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
@@ -145,7 +145,7 @@ def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
     return require_vocabulary(job, spec)
 
 
-def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
+def _here_before(job: JobConfig, storage: Storage) -> SourceResolution | None:
     """What a start would read, before the run is examined closely; None if nothing is frozen.
 
     It reads the run's history only if the choice of the continued point may make a difference.
@@ -205,7 +205,7 @@ def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attem
     return looked_at.made_by(attempt.encoders)
 
 
-def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: Reading) -> bool:
+def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: SourceReading) -> bool:
     """Whether the data read before a claim are those that the run has frozen now.
 
     They must be from its own folder (for a fork they were from the original run's), with the lists that are
@@ -215,14 +215,14 @@ def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: Reading) 
     return here and not looked_at.unwritten and has_lists(looked_at, reading)
 
 
-def reading_of(attempt: Attempt) -> Reading:
+def reading_of(attempt: Attempt) -> SourceReading:
     """The lists that an attempt reads, and from where on."""
-    return Reading(
+    return SourceReading(
         sources=attempt.sources, cursor=attempt.point.cursor if attempt.point is not None else Cursor()
     )
 
 
-def read_frozen_data(job: JobConfig, storage: Storage, reading: Reading) -> DataSpec:
+def read_frozen_data(job: JobConfig, storage: Storage, reading: SourceReading) -> DataSpec:
     """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
     from orchestrator.data.code_process import call, names_code
     from orchestrator.data.dataset import prepare_data

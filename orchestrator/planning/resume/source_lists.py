@@ -93,7 +93,7 @@ class SourceLists:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class SourceRequest:
     """The sources that a job requests, in the order of the configuration.
 
     `restart`: those that begin at the start of a new list (`resume.data: restart` is all of them). `refresh`:
@@ -107,7 +107,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class SourceReading:
     """The lists that a job reads, and its place in them: `cursor` refers to lists of `sources`."""
 
     sources: tuple[SourceLists, ...]
@@ -130,13 +130,13 @@ def start_of(version: str) -> int:
     return order_of(version)[0]
 
 
-def first_sources(wanted: Wanted) -> tuple[SourceLists, ...]:
+def first_sources(wanted: SourceRequest) -> tuple[SourceLists, ...]:
     """Returns the sources of a run's first start, also for a run from before its claims named any."""
     return next_sources((), Cursor(), replace(wanted, restart=frozenset()), {})
 
 
 def next_sources(
-    parent: tuple[SourceLists, ...], cursor: Cursor, wanted: Wanted, free: Mapping[str, int]
+    parent: tuple[SourceLists, ...], cursor: Cursor, wanted: SourceRequest, free: Mapping[str, int]
 ) -> tuple[SourceLists, ...]:
     """Returns the sources of a job that continues at `cursor`, which was made under `parent`'s.
 
@@ -167,7 +167,7 @@ def next_sources(
 
 
 def _continued(
-    source: SourceLists, at: SourceCursor | None, wanted: Wanted, free: Mapping[str, int]
+    source: SourceLists, at: SourceCursor | None, wanted: SourceRequest, free: Mapping[str, int]
 ) -> SourceLists:
     refresh = source.name in wanted.refresh
     spans = source.spans[:1] if at is None else tuple(s for s in source.spans if s.begin <= at.epoch)

@@ -113,7 +113,7 @@ def held_rows(tensor: StateTensor, num_shards: int, shard: int) -> range:
 
 # ---- one shard as one buffer
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class BufferRows:
     """Rows of a tensor in a flat buffer. They begin `offset` bytes after its start, one after the other."""
 
     tensor: StateTensor
@@ -134,7 +134,7 @@ class FlatShard:
     Places do not overlap and begin at multiples of `ALIGN_BYTES`. The bytes between them have no meaning.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[BufferRows, ...]
     num_bytes: int
 
 
@@ -147,10 +147,10 @@ def flat_shard(tensors: Sequence[StateTensor], num_shards: int, shard: int) -> F
 
 
 def _flat(tensors: Sequence[StateTensor], rows: Sequence[range]) -> FlatShard:
-    places: list[Place] = []
+    places: list[BufferRows] = []
     offset = 0
     for tensor, some in zip(tensors, rows, strict=True):
-        places.append(Place(tensor=tensor, rows=some, offset=offset))
+        places.append(BufferRows(tensor=tensor, rows=some, offset=offset))
         offset += -(-places[-1].num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return FlatShard(places=tuple(places), num_bytes=offset)
 

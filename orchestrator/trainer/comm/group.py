@@ -29,7 +29,7 @@ from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.comm import interruptible
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
-from orchestrator.trainer.comm.reshard import Pending
+from orchestrator.trainer.comm.reshard import PendingMessage
 from orchestrator.trainer.interfaces.job import LOAD, PHASE_LIMITS_S
 
 # Closes the connections of gloo process groups, so that another thread can interrupt blocked collectives.
@@ -327,7 +327,7 @@ class Group:
             dist.all_reduce(vector, group=self._control)
         return vector
 
-    def give(self, buffer: Tensor, rank: int) -> Pending:
+    def give(self, buffer: Tensor, rank: int) -> PendingMessage:
         """Sends `buffer` to `rank`; see `reshard.Peers`."""
         return _work(dist.isend(buffer, rank, group=self._control))
 
@@ -353,7 +353,7 @@ class Group:
         names = ("replicate", "shard")
         return DeviceMesh.from_group(own, device.type, mesh=rows, mesh_dim_names=names)
 
-    def take(self, buffer: Tensor, rank: int) -> Pending:
+    def take(self, buffer: Tensor, rank: int) -> PendingMessage:
         """Receives a message of `rank` into `buffer`; see `reshard.Peers`."""
         return _work(dist.irecv(buffer, rank, group=self._control))
 

@@ -22,7 +22,7 @@ _DIGEST_BYTES = 16
 OldShard = Callable[[int], Sequence[Tensor]]
 
 
-class Pending(Protocol):
+class PendingMessage(Protocol):
     """A message that is being sent or received."""
 
     def wait(self) -> object:
@@ -35,10 +35,10 @@ class Peers(Protocol):
     Messages from one rank to another arrive in order. The receiver must use the size that the sender used.
     """
 
-    def give(self, buffer: Tensor, rank: int) -> Pending:
+    def give(self, buffer: Tensor, rank: int) -> PendingMessage:
         """Sends `buffer` (uint8, on the CPU) to `rank`."""
 
-    def take(self, buffer: Tensor, rank: int) -> Pending:
+    def take(self, buffer: Tensor, rank: int) -> PendingMessage:
         """Receives a message from `rank` into `buffer`."""
 
 
@@ -143,7 +143,7 @@ class Resharding:
         return moves(self.tensors, len(self.holders), transfer, self.layout)
 
 
-def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -> Iterator[Pending]:
+def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -> Iterator[PendingMessage]:
     """Sends message by message. Each message is on its way before the next one reuses its memory."""
     memory = torch.empty(0, dtype=torch.uint8)
     for parcel in given:
@@ -162,7 +162,7 @@ def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -
 
 def _take(
     taken: Iterable[Parcel], peers: Peers, rank: int, half: Callable[[bool], None]
-) -> Iterator[Pending]:
+) -> Iterator[PendingMessage]:
     """Receives message by message, and compares the final contents of the tensors with the digest."""
     memory = torch.empty(0, dtype=torch.uint8)
     for parcel in taken:

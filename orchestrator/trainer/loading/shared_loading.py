@@ -12,7 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from orchestrator.checkpoint.files.manifest import PartDamage, damaged
-from orchestrator.checkpoint.files.pieces import Piece
+from orchestrator.checkpoint.files.pieces import FilePiece
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import Layout, Move, even_runs, readers_with
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
@@ -55,7 +55,7 @@ def load_together(
     Raises `GenerationEnded` if a member is lost. After an error the items may hold anything.
     """
     rank, shard = group.view.rank, layout.shard_of(group.view.rank)
-    runs: list[list[Piece]] = []
+    runs: list[list[FilePiece]] = []
     problem: OrchestratorError | None = None
     machines = [row[0] for row in group.gather([_machine(rank, files)], "who shares a machine")]
     sharing: list[int] = []
@@ -85,7 +85,7 @@ def _machine(rank: int, files: StateFiles) -> int:
 
 def _read_own(
     items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles, loading: Loading
-) -> list[list[Piece]]:
+) -> list[list[FilePiece]]:
     """Splits the pieces among the members that share the reading and reads this member's part.
 
     Returns the pieces of every member.
@@ -112,7 +112,7 @@ def _exchange(
     group: Group,
     items: Sequence[Item],
     sharing: Sequence[int],
-    runs: Sequence[Sequence[Piece]],
+    runs: Sequence[Sequence[FilePiece]],
     half: Callable[[bool], None],
 ) -> None:
     """Exchanges the runs in rounds.

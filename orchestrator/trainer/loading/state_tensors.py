@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage, damaged
+from orchestrator.checkpoint.files.manifest import Name, PartDamage, PartManifest, damaged
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
 from orchestrator.checkpoint.files.pieces import Target
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.writer.part_writer import Placed
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, written_rows
@@ -94,7 +94,7 @@ class StateFiles(Protocol):
     def placed(self) -> Placed | None:
         """The callback after a part is written to a folder of this node."""
 
-    def manifest(self, point: str) -> Manifest:
+    def manifest(self, point: str) -> PartManifest:
         """Returns the tensors of a committed point, as listed in its COMMIT.
 
         Raises `ResumePointError` if the point is damaged, `StorageError` if that cannot be determined.
@@ -179,9 +179,11 @@ def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
         raise damaged(point, error) from error
 
 
-def wanted_of(items: Sequence[Item]) -> dict[Name, Wanted]:
+def wanted_of(items: Sequence[Item]) -> dict[Name, TensorRequest]:
     """Returns the rows of items, with the items themselves as targets."""
-    return {(item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items}
+    return {(item.group, item.name): TensorRequest(
+        rows=_held(item), target=_target(item.tensor)
+    ) for item in items}
 
 
 def _held(item: Item) -> range:
@@ -218,7 +220,7 @@ class _Device:
         self._flat[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def _check_form(manifest: Manifest, items: Sequence[Item]) -> None:
+def _check_form(manifest: PartManifest, items: Sequence[Item]) -> None:
     point = manifest.point
     saved = {f"{group}/{name}": tensor for (group, name), tensor in manifest.tensors.items()}
     state = {f"{item.group}/{item.name}": item for item in items}

@@ -37,13 +37,13 @@ from orchestrator.trainer.memory_points.memory_replica import (
 )
 from orchestrator.trainer.memory_points.memory_slots import MemorySlots
 from orchestrator.trainer.saving.staging import Staging, StagingBuffer
-from orchestrator.trainer.state.sync_state import Copies
+from orchestrator.trainer.state.sync_state import MemoryCopies
 from orchestrator.trainer.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 
-class MemoryPoints(Receiver, Copies):
+class MemoryPoints(Receiver, MemoryCopies):
     """The memory points of one member.
 
     A memory point is made after every `every_steps`-th step, if the previous one is sealed then (None:

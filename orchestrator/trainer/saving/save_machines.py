@@ -88,7 +88,7 @@ def carried_out(control: int, num_busy: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- one save
-class Stage(Enum):
+class SlotStage(Enum):
     """The stage of a save. Before VOTED and REPORTING, the save uses the staging buffer."""
 
     FREE = "there is no save"
@@ -202,57 +202,61 @@ class SaveSlot:
     the storage is.
     """
 
-    stage: Stage = Stage.FREE
+    stage: SlotStage = SlotStage.FREE
     key: StateKey | None = None
     called_off: str = ""
 
     @property
     def is_free(self) -> bool:
         """Whether a save may begin."""
-        return self.stage is Stage.FREE
+        return self.stage is SlotStage.FREE
 
     @property
     def copies(self) -> bool:
         """Whether the state is being copied and must not be written to."""
-        return self.stage is Stage.STAGING
+        return self.stage is SlotStage.STAGING
 
     def on(self, event: Event) -> tuple[SaveSlot, tuple[Action, ...]]:
         """Returns the state after `event` and the resulting actions, in order."""
         match event:
             case Begin():
                 assert self.is_free, f"a save of {event.key} is begun while {self.stage.value}: {self.key}"
-                return dataclasses.replace(self, stage=Stage.STAGING, key=event.key), (Copy(key=event.key),)
+                return dataclasses.replace(
+                    self, stage=SlotStage.STAGING, key=event.key
+                ), (Copy(key=event.key),)
             case CallOff():
                 return self._call_off(event)
             case Staged():
-                self._expect(event.key, Stage.STAGING)
+                self._expect(event.key, SlotStage.STAGING)
                 if self.called_off:
                     return self._report(self.called_off)
-                return self._at(Stage.WRITING), (Write(key=event.key),)
+                return self._at(SlotStage.WRITING), (Write(key=event.key),)
             case Written():
-                self._expect(event.key, Stage.WRITING)
-                return self._at(Stage.VOTED), (CastVote(key=event.key),)
+                self._expect(event.key, SlotStage.WRITING)
+                return self._at(SlotStage.VOTED), (CastVote(key=event.key),)
             case Stopped():
-                self._expect(event.key, Stage.STAGING, Stage.WRITING)
+                self._expect(event.key, SlotStage.STAGING, SlotStage.WRITING)
                 return self._report(self.called_off or event.reason)
             case Answered():
-                self._expect(event.key, Stage.VOTED, Stage.REPORTING)
+                self._expect(event.key, SlotStage.VOTED, SlotStage.REPORTING)
                 return type(self)(), ()
 
     def _call_off(self, event: CallOff) -> tuple[SaveSlot, tuple[Action, ...]]:
-        if event.key != self.key or self.called_off or self.stage not in (Stage.STAGING, Stage.WRITING):
+        if event.key != self.key or self.called_off or self.stage not in (
+            SlotStage.STAGING, SlotStage.WRITING
+        ):
             return self, ()
         after = dataclasses.replace(self, called_off=event.reason)
         # A copy is short: it is awaited, and then nothing is written.
-        return after, (StopWriting(key=event.key),) if self.stage is Stage.WRITING else ()
+        return after, (StopWriting(key=event.key),) if self.stage is SlotStage.WRITING else ()
 
     def _report(self, reason: str) -> tuple[SaveSlot, tuple[Action, ...]]:
         assert self.key is not None, "a report is about a save"
-        return self._at(Stage.REPORTING), (Report(key=self.key, reason=reason),)
+        return self._at(SlotStage.REPORTING), (Report(key=self.key, reason=reason),)
 
-    def _at(self, stage: Stage) -> SaveSlot:
+    def _at(self, stage: SlotStage) -> SaveSlot:
         return dataclasses.replace(self, stage=stage)
 
-    def _expect(self, key: StateKey, *stages: Stage) -> None:
+    def _expect(self, key: StateKey, *stages: SlotStage) -> None:
         assert key == self.key, f"an event of the save of {key}, the slot holds {self.key}"
         assert self.stage in stages, f"unexpected while {self.stage.value}: {self.key}"

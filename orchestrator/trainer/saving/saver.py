@@ -38,7 +38,7 @@ from orchestrator.trainer.saving.save_machines import (
     Event,
     Report,
     SaveSlot,
-    Stage,
+    SlotStage,
     Staged,
     Stopped,
     StopWriting,
@@ -213,7 +213,7 @@ class Saver:
                 state.committed = True
             save = self._save
             late_s = self._clock() - self._called_off_at if self._slot.called_off else 0.0
-            writes = self._slot.stage in (Stage.STAGING, Stage.WRITING)
+            writes = self._slot.stage in (SlotStage.STAGING, SlotStage.WRITING)
         if save is not None and late_s > STOP_LIMIT_S:
             raise StorageError(
                 f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "

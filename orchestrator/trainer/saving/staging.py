@@ -19,12 +19,12 @@ from torch import Tensor
 
 from orchestrator.checkpoint.writer.part_job import shared_path
 from orchestrator.errors import StorageError
-from orchestrator.planning.state.state_layout import Place
+from orchestrator.planning.state.state_layout import BufferRows
 
 _log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
-Copies = Sequence[tuple[Place, Tensor]]  # places in the buffer, each with the rows that are copied there
+Copies = Sequence[tuple[BufferRows, Tensor]]  # places in the buffer, each with the rows that are copied there
 
 
 class Staging:
@@ -206,7 +206,7 @@ def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _view(buffer: Tensor, place: Place, like: Tensor) -> Tensor:
+def _view(buffer: Tensor, place: BufferRows, like: Tensor) -> Tensor:
     """Returns the bytes of `place` as a tensor with the dtype and shape of `like`."""
     flat = buffer[place.offset : place.offset + place.num_bytes]
     return flat.view(like.dtype).view(like.shape)

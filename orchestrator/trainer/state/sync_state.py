@@ -64,7 +64,7 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
     return holds
 
 
-class Copies(Protocol):
+class MemoryCopies(Protocol):
     """Shards of older states that this member keeps in memory besides the one it trains."""
 
     def copy_of(self, key: StateKey, shard: int) -> Sequence[Tensor]:
@@ -80,7 +80,7 @@ class StateSources:
     """
 
     files: StateFiles
-    copies: Copies | None = None
+    copies: MemoryCopies | None = None
     loading: Loading = lambda done_bytes, num_bytes: None
 
 
@@ -180,7 +180,7 @@ def _half(view: GenerationView, faults: Hook) -> Callable[[bool], None]:
     return half
 
 
-def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
+def _receive(group: Group, state: TrainState, holds: bool, copies: MemoryCopies | None, faults: Hook) -> None:
     """Moves rows of the parent's state from the members that hold them to those that need them."""
     view = group.view
     state.writable()

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.checkpoint.files.manifest import MODEL, Manifest, PartDamage, damaged, read_manifest
+from orchestrator.checkpoint.files.manifest import MODEL, PartDamage, PartManifest, damaged, read_manifest
 from orchestrator.checkpoint.files.part_file import LENGTH_BYTES, SAFETENSORS, read_header
 from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.errors import ConfigError, ResumePointError
@@ -97,7 +97,7 @@ def held_in(where: str) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"model.init_from: {error}", code=error.code) from error
 
 
-def open_point(where: str) -> tuple[Storage, Manifest]:
+def open_point(where: str) -> tuple[Storage, PartManifest]:
     """Opens the storage of the run whose point is at `where`, and returns it with the point's tensors.
 
     Raises `ResumePointError`, `StorageError`.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.checkpoint.files.manifest import Manifest, Name, manifest_of, parts_document
+from orchestrator.checkpoint.files.manifest import Name, PartManifest, manifest_of, parts_document
 from orchestrator.checkpoint.files.part_file import PartFile, PartRows, make_part, write_part
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.writer.part_job import JobPart, PartJob
-from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, held_rows, written_rows
+from orchestrator.planning.state.state_layout import BufferRows, Layout, StateTensor, held_rows, written_rows
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 
@@ -65,7 +65,7 @@ def job_of(buffer: Path, state: Sequence[StateTensor] = STATE, point: str = POIN
     places, at = [], 0
     with open(buffer, "wb") as file:
         for whole in state:
-            place = Place(tensor=whole, rows=range(whole.num_rows), offset=at)
+            place = BufferRows(tensor=whole, rows=range(whole.num_rows), offset=at)
             places.append(JobPart(place=place, dtype=DTYPES[whole.itemsize]))
             file.write(bytes_of(whole) + bytes(7))
             at = file.tell()
@@ -100,7 +100,7 @@ def saved(state: Sequence[StateTensor] = STATE) -> dict[Name, SavedTensor]:
     }
 
 
-def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int = 0) -> Manifest:
+def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int = 0) -> PartManifest:
     """The files that all ranks of a group write, and what the documents of the point say of them."""
     parts = [part_of(layout, rank, seed=seed, point=point) for rank in range(layout.world_size)]
     entries = [write_part(storage, point, part) for part in parts]
@@ -109,13 +109,17 @@ def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int 
 
 
 def read_rank(
-    storage: Storage, manifest: Manifest, layout: Layout, rank: int, target: type[BytesTarget] = BytesTarget
+    storage: Storage,
+    manifest: PartManifest,
+    layout: Layout,
+    rank: int,
+    target: type[BytesTarget] = BytesTarget,
 ) -> dict[Name, tuple[range, bytearray]]:
     """What a rank of a group of another layout holds after it has read the point."""
     held, wanted = {}, {}
     for whole in STATE:
         name, rows = (whole.group, whole.name), held_rows(whole, layout.num_shards, layout.shard_of(rank))
         memory = bytearray(b"\xee" * (len(rows) * whole.row_bytes))
-        held[name], wanted[name] = (rows, memory), Wanted(rows=rows, target=target(memory))
+        held[name], wanted[name] = (rows, memory), TensorRequest(rows=rows, target=target(memory))
     PointReader(storage, manifest).read(wanted)
     return held

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from orchestrator.checkpoint.files import pieces
 from orchestrator.checkpoint.files.manifest import PartDamage
-from orchestrator.checkpoint.files.pieces import Piece, PieceFetcher
+from orchestrator.checkpoint.files.pieces import FilePiece, PieceFetcher
 from orchestrator.checkpoint.files.reading import BytesTarget
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
@@ -30,7 +30,7 @@ def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_DIRECT_BYTES", 100)
 
 
-def pieces_of(storage: Storage, memory: bytearray) -> list[Piece]:
+def pieces_of(storage: Storage, memory: bytearray) -> list[FilePiece]:
     """A file of pieces that come in many ways: several in one request, one in several, straight and not, with
     some bytes wanted and with none.
     """
@@ -40,7 +40,7 @@ def pieces_of(storage: Storage, memory: bytearray) -> list[Piece]:
         size = (50, 90, 1000, 10, 250, 0, 401)[number % 7]
         data = CONTENT[start : start + size]
         skip, length = [(0, size), (size // 3, size // 2), (0, 0)][number % 3]
-        whole = Piece(
+        whole = FilePiece(
             file=FILE, tensor=("model", "w"), start=start, num_bytes=size, digest=blake3(data).hexdigest()
         )
         if length:
@@ -51,7 +51,7 @@ def pieces_of(storage: Storage, memory: bytearray) -> list[Piece]:
     return [piece for piece in found if piece.start + piece.num_bytes <= len(CONTENT)]
 
 
-def expected_of(found: list[Piece]) -> bytes:
+def expected_of(found: list[FilePiece]) -> bytes:
     memory = bytearray(len(CONTENT))
     for piece in found:
         begin = piece.start + piece.skip
@@ -59,7 +59,7 @@ def expected_of(found: list[Piece]) -> bytes:
     return bytes(memory)
 
 
-def fetch(storage: Storage, found: list[Piece], at_a_time: int = AT_A_TIME) -> list[memoryview]:
+def fetch(storage: Storage, found: list[FilePiece], at_a_time: int = AT_A_TIME) -> list[memoryview]:
     """The buffers that it took."""
     buffers: list[memoryview] = []
 

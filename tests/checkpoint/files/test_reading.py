@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.files import part_file, pieces
-from orchestrator.checkpoint.files.manifest import Manifest, PartDamage
+from orchestrator.checkpoint.files.manifest import PartDamage, PartManifest
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of, written_rows
 from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.storage.files import Storage
@@ -40,7 +40,7 @@ class Elsewhere(BytesTarget):
         return None
 
 
-def sums_of(storage: Storage, manifest: Manifest, layout: Layout) -> dict[str, str]:
+def sums_of(storage: Storage, manifest: PartManifest, layout: Layout) -> dict[str, str]:
     """The sums of a state that a group of this layout has read: of each row by who writes it."""
     sums: dict[str, list[int]] = {"model": [], "optimizer": []}
     for rank in range(layout.world_size):
@@ -54,7 +54,7 @@ def sums_of(storage: Storage, manifest: Manifest, layout: Layout) -> dict[str, s
     return {group: weights_sum(found) for group, found in sums.items()}
 
 
-def points(folder: Path) -> Iterator[tuple[str, Storage, Manifest]]:
+def points(folder: Path) -> Iterator[tuple[str, Storage, PartManifest]]:
     for number, layout in enumerate(LAYOUTS):
         storage = Storage(str(folder / str(number)))
         yield f"{layout}", storage, write_point(storage, layout)
@@ -96,11 +96,11 @@ def test_only_files_with_wanted_rows_are_opened(tmp_path: Path) -> None:
     rows = held_rows(whole, 8, 5)
     memory = bytearray(len(rows) * whole.row_bytes)
     reader = PointReader(storage, manifest)
-    reader.read({(whole.group, whole.name): Wanted(rows=rows, target=BytesTarget(memory))})
+    reader.read({(whole.group, whole.name): TensorRequest(rows=rows, target=BytesTarget(memory))})
     assert memory == bytes_of(whole)[rows.start * whole.row_bytes : rows.stop * whole.row_bytes]
     with pytest.raises(PartDamage, match=r"00006-of-00008\.safetensors is missing"):
         reader.read(
-            {(whole.group, whole.name): Wanted(rows=range(25, 32), target=BytesTarget(bytearray(140)))}
+            {(whole.group, whole.name): TensorRequest(rows=range(25, 32), target=BytesTarget(bytearray(140)))}
         )
 
 
@@ -113,7 +113,7 @@ def test_the_buffer_is_all_that_is_taken_and_is_taken_once(tmp_path: Path) -> No
         return pieces.new_buffer(num_bytes)
 
     wanted = {
-        (each.group, each.name): Wanted(
+        (each.group, each.name): TensorRequest(
             rows=range(each.num_rows), target=Elsewhere(bytearray(each.num_rows * each.row_bytes))
         )
         for each in STATE

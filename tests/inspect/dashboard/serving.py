@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from benchmarks.made_run import MadeRun, note, write_run
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.inspect.dashboard.acting import Doing
+from orchestrator.inspect.dashboard.acting import ActionJob
 from orchestrator.inspect.dashboard.app import make_app
 from orchestrator.storage.files import Storage
 
@@ -127,7 +127,7 @@ def settled(look: Callable[[], Any], is_it: Callable[[Any], bool] = runs_no_more
     raise AssertionError("it does not come")
 
 
-def confirmed(asking: TestClient, run: str, name: str, **asked: Any) -> Doing:
+def confirmed(asking: TestClient, run: str, name: str, **asked: Any) -> ActionJob:
     """A plan, its confirmation, and what became of it."""
     path = f"/api/runs/{run}/actions"
     planned = asking.post(f"{path}/{name}/plan", json=asked)
@@ -137,4 +137,4 @@ def confirmed(asking: TestClient, run: str, name: str, **asked: Any) -> Doing:
     confirmation = {**asked, "token": document["token"], "basis": document["basis"]}
     begun = asking.post(f"{path}/{name}", json=confirmation)
     assert begun.status_code == 202, begun.text
-    return settled(lambda: Doing(run=run, **asking.get(f"{path}/{begun.json()['id']}").json()))
+    return settled(lambda: ActionJob(run=run, **asking.get(f"{path}/{begun.json()['id']}").json()))

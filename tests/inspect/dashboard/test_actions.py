@@ -12,15 +12,23 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.machine.requests import Answered
+from orchestrator.coordinator.machine.requests import RequestAnswer
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import RequestFiles
-from orchestrator.inspect.dashboard.acting import MOST_AT_ONCE, Doings
+from orchestrator.inspect.dashboard.acting import MOST_AT_ONCE, ActionJobs
 from orchestrator.inspect.dashboard.action_table import ACTIONS
-from orchestrator.inspect.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, Tell, is_stale, plan
+from orchestrator.inspect.dashboard.actions import (
+    EXPIRES_S,
+    ActionParameters,
+    PlannedAction,
+    Sight,
+    Tell,
+    is_stale,
+    plan,
+)
 from orchestrator.inspect.run import Run
 from orchestrator.storage.files import Storage
 from tests.inspect.dashboard.serving import Served, confirmed, served, settled
@@ -44,15 +52,17 @@ DETAIL = {"point": {**ROW, "pin": PIN, "bytes": 4_200_000_000}, "files": [{}, {}
 SIGHT = Sight(uri="/runs/my run", summary=SUMMARY, detail=DETAIL)
 
 
-def planned(name: str, asked: Asked, sight: Sight, secret: bytes, now: float) -> Planned:
+def planned(name: str, asked: ActionParameters, sight: Sight, secret: bytes, now: float) -> PlannedAction:
     return plan(name, ACTIONS[name], asked, sight, secret, now)
 
 
-def went_stale(name: str, asked: Asked, sight: Sight, secret: bytes, now: float, token: str) -> bool:
+def went_stale(
+    name: str, asked: ActionParameters, sight: Sight, secret: bytes, now: float, token: str
+) -> bool:
     return is_stale(name, ACTIONS[name], asked, sight, secret, now, token)
 
 
-def token_of(name: str, asked: Asked, sight: Sight = SIGHT, now: float = 1000.0) -> str:
+def token_of(name: str, asked: ActionParameters, sight: Sight = SIGHT, now: float = 1000.0) -> str:
     token = planned(name, asked, sight, SECRET, now).token
     assert token is not None
     return token
@@ -61,7 +71,7 @@ def token_of(name: str, asked: Asked, sight: Sight = SIGHT, now: float = 1000.0)
 @pytest.mark.parametrize("name", ACTIONS)
 def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: str) -> None:
     sight = replace(SIGHT, summary={**SUMMARY, "state": "stopped"}) if name == "rewind" else SIGHT
-    found = planned(name, Asked(point=POINT), sight, SECRET, 1000.0)
+    found = planned(name, ActionParameters(point=POINT), sight, SECRET, 1000.0)
     assert found.effects
     assert found.title
     assert found.command.startswith(f"orchestrator {name} '/runs/my run'")
@@ -86,19 +96,21 @@ def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: s
 )
 @pytest.mark.parametrize("name", ["fork", "export"])
 def test_a_plan_holds_until_the_run_has_moved_on(name: str, change: dict[str, Any], stale: bool) -> None:
-    asked = Asked(point=POINT)
+    asked = ActionParameters(point=POINT)
     moved = replace(SIGHT, summary={**SUMMARY, **change})
     assert went_stale(name, asked, moved, SECRET, 1010.0, token_of(name, asked)) is stale
 
 
 @pytest.mark.parametrize("name", ["save", "stop"])
 def test_a_plan_to_save_or_stop_holds_whatever_the_run_does_meanwhile(name: str) -> None:
-    token = token_of(name, Asked())
+    token = token_of(name, ActionParameters())
     moved = {"attempt": 3, "generation": 9, "state": "waiting", "risk": None, "world_size": 1}
     newer = {"point": {"name": "00000200-a0003-g0009"}}
     for summary in ({**SUMMARY, **moved, **newer}, {**SUMMARY, "state": "unreadable"}, {}):
-        assert not went_stale(name, Asked(), replace(SIGHT, summary=summary), SECRET, 1010.0, token)
-    assert went_stale(name, Asked(), SIGHT, SECRET, 1001.0 + EXPIRES_S, token)
+        assert not went_stale(
+            name, ActionParameters(), replace(SIGHT, summary=summary), SECRET, 1010.0, token
+        )
+    assert went_stale(name, ActionParameters(), SIGHT, SECRET, 1001.0 + EXPIRES_S, token)
 
 
 @pytest.mark.parametrize(("alive", "can"), [(True, True), (False, False), (None, False)])
@@ -108,12 +120,12 @@ def test_a_run_whose_journal_cannot_be_read_can_be_stopped_while_it_lives(
     sight = replace(SIGHT, summary={"state": "unreadable", "alive": alive})
     for name in ("save", "stop"):
         for now in (False, True):
-            assert (planned(name, Asked(now=now), sight, SECRET, 0.0).token is not None) == can
+            assert (planned(name, ActionParameters(now=now), sight, SECRET, 0.0).token is not None) == can
 
 
 @pytest.mark.parametrize("name", ["pin", "unpin", "verify"])
 def test_a_plan_about_one_point_holds_until_its_pin_or_the_point_is_another(name: str) -> None:
-    asked = Asked(point=POINT)
+    asked = ActionParameters(point=POINT)
     token = token_of(name, asked)
     newest = {"name": "00000200-a0002-g0003"}
     run_moved = {**SUMMARY, "attempt": 3, "generation": 4, "state": "stopped", "point": newest}
@@ -128,27 +140,27 @@ def test_a_plan_about_one_point_holds_until_its_pin_or_the_point_is_another(name
 
 
 def test_a_pins_command_has_the_reason_that_was_typed() -> None:
-    command = planned("pin", Asked(point=POINT, why="it's good"), SIGHT, SECRET, 0.0).command
+    command = planned("pin", ActionParameters(point=POINT, why="it's good"), SIGHT, SECRET, 0.0).command
     assert shlex.split(command) == ["orchestrator", "pin", "/runs/my run", POINT, "--why", "it's good"]
 
 
 def test_verifying_says_that_a_mark_is_made_or_lifted() -> None:
-    (_, made) = planned("verify", Asked(point=POINT), SIGHT, SECRET, 0.0).effects[-1]
+    (_, made) = planned("verify", ActionParameters(point=POINT), SIGHT, SECRET, 0.0).effects[-1]
     assert "If a byte is wrong, the point is marked as damaged" in made
     marked = {**DETAIL, "point": {**DETAIL["point"], "quarantined": True, "mark": {"by": "ann"}}}
     of_marked = replace(SIGHT, detail=marked)
-    (_, lifted) = planned("verify", Asked(point=POINT), of_marked, SECRET, 0.0).effects[-1]
+    (_, lifted) = planned("verify", ActionParameters(point=POINT), of_marked, SECRET, 0.0).effects[-1]
     assert "the mark is lifted if every byte is right" in lifted
 
 
 def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
-    asked = Asked(point=POINT)
+    asked = ActionParameters(point=POINT)
     token = token_of("pin", asked)
     assert not went_stale("pin", asked, SIGHT, SECRET, 1000.0 + EXPIRES_S, token)
     assert not went_stale("pin", replace(asked, why="a note"), SIGHT, SECRET, 1000.0, token)
     others = [
         ("unpin", asked, SIGHT, SECRET, 1000.0, token),
-        ("pin", Asked(point="00000200-a0001-g0001"), SIGHT, SECRET, 1000.0, token),
+        ("pin", ActionParameters(point="00000200-a0001-g0001"), SIGHT, SECRET, 1000.0, token),
         ("pin", asked, replace(SIGHT, uri="/runs/other"), SECRET, 1000.0, token),
         ("pin", asked, SIGHT, b"of another server", 1000.0, token),
         ("pin", asked, SIGHT, SECRET, 1001.0 + EXPIRES_S, token),
@@ -159,32 +171,36 @@ def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
     ]
     for other in others:
         assert went_stale(*other), other
-    assert went_stale("stop", Asked(now=True), SIGHT, SECRET, 1000.0, token_of("stop", Asked()))
+    assert went_stale(
+        "stop", ActionParameters(now=True), SIGHT, SECRET, 1000.0, token_of("stop", ActionParameters())
+    )
 
 
 @pytest.mark.parametrize("state", ["starting", "done", "stopped", "failed", "gone", "open"])
 def test_nobody_is_asked_who_is_not_alive(state: str) -> None:
     there = replace(SIGHT, summary={**SUMMARY, "state": state})
     for name in ("save", "stop"):
-        found = planned(name, Asked(), there, SECRET, 1000.0)
+        found = planned(name, ActionParameters(), there, SECRET, 1000.0)
         assert found.refusals
         assert found.token is None
-    assert planned("pin", Asked(point=POINT), there, SECRET, 1000.0).token
+    assert planned("pin", ActionParameters(point=POINT), there, SECRET, 1000.0).token
 
 
 def test_stopping_at_once_says_what_is_lost() -> None:
-    (_, kept), _ = planned("stop", Asked(), SIGHT, SECRET, 0.0).effects
-    (_, lost), _ = planned("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
+    (_, kept), _ = planned("stop", ActionParameters(), SIGHT, SECRET, 0.0).effects
+    (_, lost), _ = planned("stop", ActionParameters(now=True), SIGHT, SECRET, 0.0).effects
     assert "Nothing is lost" in kept
     assert "109 steps (14.3 M tokens, 12 min of work) are trained again" in lost
     one = {**SUMMARY, "world_size": 1, "risk": {"tokens": 256, "steps": 1, "seconds": 2.0}}
-    (_, lost), (_, free) = planned("stop", Asked(now=True), replace(SIGHT, summary=one), SECRET, 0.0).effects
+    (_, lost), (_, free) = planned(
+        "stop", ActionParameters(now=True), replace(SIGHT, summary=one), SECRET, 0.0
+    ).effects
     assert "1 step (256 tokens, 2.0 s of work) is trained again" in lost
     assert free.startswith("1 worker becomes free.")
 
 
 def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins_nothing() -> None:
-    doings, over, begun = Doings(), threading.Event(), []
+    doings, over, begun = ActionJobs(), threading.Event(), []
 
     def do(tell: Tell) -> str:
         del tell
@@ -208,7 +224,7 @@ def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins
 
 
 def test_who_waits_for_an_action_sees_why_it_takes_long_until_it_is_done() -> None:
-    doings, told, over = Doings(), threading.Event(), threading.Event()
+    doings, told, over = ActionJobs(), threading.Event(), threading.Event()
 
     def do(tell: Tell) -> str:
         tell("the save of p1 was given up")
@@ -231,12 +247,12 @@ def test_who_waits_for_an_action_sees_why_it_takes_long_until_it_is_done() -> No
 def test_a_run_that_is_asked_from_the_page_passes_on_what_it_tells_while_one_waits(
     name: str, tmp_path: Path
 ) -> None:
-    store, doings = RunStore(Storage(str(tmp_path / "made"))), Doings()
+    store, doings = RunStore(Storage(str(tmp_path / "made"))), ActionJobs()
     run_id = store.create_run("made", IDENTITY).id
     store.claim(1, "aa", START, "host", run_id)
     journal = JournalWriter(store.storage, 1, run_id=run_id)
     requests = RequestFiles(store.storage, "aa", run_id)
-    asks = partial(ACTIONS[name].do, Run(str(tmp_path / "made")), Asked())
+    asks = partial(ACTIONS[name].do, Run(str(tmp_path / "made")), ActionParameters())
     begun = doings.begin("made", name, "token", asks)
     assert begun is not None
     settled(lambda: requests.read(1), lambda asked: asked is not None)
@@ -244,14 +260,14 @@ def test_a_run_that_is_asked_from_the_page_passes_on_what_it_tells_while_one_wai
     journal.flush()
     told = settled(lambda: doings.find("made", begun.id), lambda doing: doing.text)
     assert (told.state, "the save of p1 was given up: no space" in told.text) == ("running", True)
-    answer = Answered(request=1, what=name, outcome="done", text="saved as p2", point="p2")
+    answer = RequestAnswer(request=1, what=name, outcome="done", text="saved as p2", point="p2")
     journal.event(EventKind.REQUEST_ANSWERED, **answer.fields)
     journal.flush()
     assert settled(lambda: doings.find("made", begun.id)).text == "saved as p2"
 
 
 def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
-    doings = Doings()
+    doings = ActionJobs()
 
     def refuse(tell: Tell) -> str:
         del tell
@@ -264,22 +280,22 @@ def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
 
 
 def test_a_rewind_waits_for_nobody_at_work_and_names_what_is_set_aside() -> None:
-    assert planned("rewind", Asked(point=POINT), SIGHT, SECRET, 0.0).refusals == (
+    assert planned("rewind", ActionParameters(point=POINT), SIGHT, SECRET, 0.0).refusals == (
         "a launch works on this run: stop it first, then rewind",
     )
     ended = replace(SIGHT, summary={**SUMMARY, "state": "done"})
-    _, (_, aside), _ = planned("rewind", Asked(point=POINT), ended, SECRET, 0.0).effects
+    _, (_, aside), _ = planned("rewind", ActionParameters(point=POINT), ended, SECRET, 0.0).effects
     assert "9 steps (2.3 k tokens, 60 s of work) are set aside" in aside
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/x", ".hidden", "a/b", "", "..", "x\n"])
 def test_a_fork_lies_beside_its_run_and_nowhere_else(name: str) -> None:
-    found = planned("fork", Asked(point=POINT, new_run=name), SIGHT, SECRET, 0.0)
+    found = planned("fork", ActionParameters(point=POINT, new_run=name), SIGHT, SECRET, 0.0)
     assert found.token is None
     assert "is no name of a run" in found.refusals[0]
-    beside = planned("fork", Asked(point=POINT, new_run="other"), SIGHT, SECRET, 0.0)
+    beside = planned("fork", ActionParameters(point=POINT, new_run="other"), SIGHT, SECRET, 0.0)
     assert "A new run /runs/other begins" in beside.effects[0][1]
-    assert planned("fork", Asked(point=POINT), SIGHT, SECRET, 0.0).command.endswith(
+    assert planned("fork", ActionParameters(point=POINT), SIGHT, SECRET, 0.0).command.endswith(
         f"'/runs/my run-fork' --at {POINT}"
     )
 
@@ -287,17 +303,17 @@ def test_a_fork_lies_beside_its_run_and_nowhere_else(name: str) -> None:
 def test_a_fork_under_a_name_that_is_taken_is_refused_before_it_is_confirmed(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     sight = replace(SIGHT, uri=str(tmp_path / "run"))
-    found = planned("fork", Asked(point=POINT, new_run="taken"), sight, SECRET, 0.0)
+    found = planned("fork", ActionParameters(point=POINT, new_run="taken"), sight, SECRET, 0.0)
     assert found.token is None
     assert f"{tmp_path / 'taken'} is there already" in found.refusals[0]
-    assert planned("fork", Asked(point=POINT, new_run="free"), sight, SECRET, 0.0).refusals == ()
+    assert planned("fork", ActionParameters(point=POINT, new_run="free"), sight, SECRET, 0.0).refusals == ()
 
 
 @pytest.mark.parametrize("name", ["verify", "export"])
 def test_training_goes_on_is_said_only_of_a_run_that_trains(name: str) -> None:
     ended = replace(SIGHT, summary={**SUMMARY, "state": "stopped"})
     for sight, goes_on in ((SIGHT, True), (ended, False)):
-        effects = planned(name, Asked(point=POINT), sight, SECRET, 0.0).effects
+        effects = planned(name, ActionParameters(point=POINT), sight, SECRET, 0.0).effects
         assert any("Training continues" in text for _, text in effects) == goes_on
 
 
@@ -305,7 +321,9 @@ def test_training_goes_on_is_said_only_of_a_run_that_trains(name: str) -> None:
 def test_nothing_is_made_from_a_damaged_point(name: str) -> None:
     row = {**DETAIL["point"], "state": "damaged", "reason": "model/x is gone"}
     there = Sight(uri="/runs/r", summary={**SUMMARY, "state": "done"}, detail={**DETAIL, "point": row})
-    assert "is damaged: model/x is gone" in planned(name, Asked(point=POINT), there, SECRET, 0.0).refusals[0]
+    assert "is damaged: model/x is gone" in planned(
+        name, ActionParameters(point=POINT), there, SECRET, 0.0
+    ).refusals[0]
 
 
 # ----------------------------------------------------------------------------------------- through the routes

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.inspect.dashboard.auth import MOST_BODY_BYTES, Door, refusal
+from orchestrator.inspect.dashboard.auth import MOST_BODY_BYTES, AccessRules, refusal
 from tests.inspect.dashboard.serving import Served, client, served
 
-LOCAL = Door(token="right", public=frozenset({"/"}))
-OPEN = Door(token="right", public=frozenset({"/"}), host="0.0.0.0")
+LOCAL = AccessRules(token="right", public=frozenset({"/"}))
+OPEN = AccessRules(token="right", public=frozenset({"/"}), host="0.0.0.0")
 
 
-def code(door: Door, path: str = "/api/runs", **headers: str) -> str:
+def code(door: AccessRules, path: str = "/api/runs", **headers: str) -> str:
     given = {"host": "127.0.0.1:8000", **{name.lower(): value for name, value in headers.items()}}
     problem = refusal(door, path, given)
     return f"{problem.status} {problem.code}" if problem else "answered"

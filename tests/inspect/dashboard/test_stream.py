@@ -18,7 +18,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.dashboard import stream
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
-from orchestrator.inspect.dashboard.stream import Look
+from orchestrator.inspect.dashboard.stream import StreamFrame
 from orchestrator.inspect.dashboard.watch import Watches
 from orchestrator.storage.files import Storage
 from tests.inspect.dashboard.serving import Served, served
@@ -31,7 +31,7 @@ class Heard:
         self.events: list[dict[str, Any]] = []
         self._news = anyio.Event()
 
-    async def listen(self, watches: Watches[Look], run: OpenRun, last_id: str) -> None:
+    async def listen(self, watches: Watches[StreamFrame], run: OpenRun, last_id: str) -> None:
         """Until the stream ends."""
         async with aclosing(stream.events(watches, run, last_id)) as parts:
             async for part in parts:

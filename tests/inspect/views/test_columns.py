@@ -36,7 +36,7 @@ def storage() -> Storage:
     return Storage("/run", ModelDisk(), no_sleep)
 
 
-def history(store: RunStore, columns: Columns) -> effective_steps.Path:
+def history(store: RunStore, columns: Columns) -> effective_steps.EffectiveSteps:
     return effective_steps.build(columns, store.claims(), store.parents()[0])
 
 

@@ -24,7 +24,7 @@ from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class SamplePart:
     """A part of a sample: a document, or a part of one that is too long."""
 
     tokens: Int32Array  # inputs, and the label of the last one
@@ -42,25 +42,25 @@ class Stretch:
 class WindowContent:
     """The content of a window for packing, in order, and the number of its documents that are in no pack."""
 
-    stretches: list[Stretch]
+    stretches: list[SamplePart]
     without_target: int
     too_long: int
 
 
 def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> WindowContent:
     """The content of a whole window. Raises `DataError` for a document that is too long under `stop`."""
-    stretches, without_target, too_long = list[Stretch](), 0, 0
+    stretches, without_target, too_long = list[SamplePart](), 0, 0
     for number, (tokens, loss) in enumerate(_documents(chunks)):
         if not loss[1:].any():
             without_target += 1
         elif len(tokens) <= seq_len + 1:
-            stretches.append(Stretch(tokens=tokens, loss=loss, document=number, first_token=0))
+            stretches.append(SamplePart(tokens=tokens, loss=loss, document=number, first_token=0))
         elif long_document in ("split", SPLIT_WHOLE):
             for at in range(0, len(tokens) - 1, seq_len):
                 here = slice(at, at + seq_len + 1)
                 part, mask = tokens[here], loss[here]
                 if mask[1:].any() or long_document == SPLIT_WHOLE:
-                    stretches.append(Stretch(tokens=part, loss=mask, document=number, first_token=at))
+                    stretches.append(SamplePart(tokens=part, loss=mask, document=number, first_token=at))
         elif long_document == "skip":
             too_long += 1
         else:
@@ -98,7 +98,7 @@ class _Window:
     begin: SourceCursor
     end: SourceCursor
     chunks: list[TokenChunk]
-    packs: list[list[Stretch]]
+    packs: list[list[SamplePart]]
 
 
 class ReferenceWindows:
@@ -111,7 +111,7 @@ class ReferenceWindows:
         self._ahead: TokenChunk | None = None
         self._windows: deque[_Window] = deque()
         self._seq_len, self._taken, self._hasher = cursor.pack_seq_len, 0, xxh3_64()
-        self.passed_packs: list[list[Stretch]] = []  # of the first window, before the cursor
+        self.passed_packs: list[list[SamplePart]] = []  # of the first window, before the cursor
         self._empty_epoch = -1  # that was read from its begin on and had no pack yet
 
     def samples(self, num_tokens: int, seq_len: int) -> Samples:
@@ -190,7 +190,7 @@ class ReferenceWindows:
             begin = window.end
         self._begin = begin
 
-    def _take(self) -> list[Stretch]:
+    def _take(self) -> list[SamplePart]:
         window = next(self._coming())
         while self._taken == len(window.packs):
             self._leave()
@@ -292,7 +292,7 @@ class ReferenceWindows:
             )
 
 
-def _filled(stretches: list[Stretch], seq_len: int) -> list[list[Stretch]]:
+def _filled(stretches: list[SamplePart], seq_len: int) -> list[list[SamplePart]]:
     """Fills packs, the longest stretch first, each into the pack with the least sufficient room; of equal
     packs, the oldest. Within a pack, and between packs by their first, the stretches' order holds.
     """

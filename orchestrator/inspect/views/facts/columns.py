@@ -58,7 +58,7 @@ class Event:
 
 
 @dataclass(kw_only=True, slots=True)
-class Generation:
+class RecordedGeneration:
     """One membership of the group, known by its start or by steps alone (then `start` is None, which
     `lineage` finds). `event` is the start's line.
 
@@ -84,7 +84,7 @@ class Generation:
 
 
 @dataclass(kw_only=True, slots=True)
-class Written:
+class JournalSpan:
     """What one attempt's journal spans: times of its first and last line, and that one's number. `ahead_s`:
     how far the writer's clock is ahead of these times at the last line.
     """
@@ -110,12 +110,12 @@ class Columns:
         kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK), "f8")
         kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "ended": "f8"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
-        self.generations: list[Generation] = []
+        self.generations: list[RecordedGeneration] = []
         self.index: dict[GenerationId, int] = {}
         self.events: list[Event] = []
         self.kinds: dict[str, list[Event]] = {}
         self.of_attempt: dict[int, list[Event]] = {}
-        self.attempts: dict[int, Written] = {}
+        self.attempts: dict[int, JournalSpan] = {}
         self.last_id: str = ""
         self.damages: tuple[DamagedLines, ...] = ()  # the lines that are lost
         self._wrong: list[DamagedLines] = []  # those that are no record of their kind
@@ -219,7 +219,7 @@ class Columns:
         known = self.attempts.get(chunk.attempt)
         if known is None:
             ahead_s = min(0.0, float(clock[0]) - self._begins_after(chunk.attempt))
-            known = Written(first=float(clock[0]) - ahead_s, last=-math.inf, seq=0, ahead_s=ahead_s)
+            known = JournalSpan(first=float(clock[0]) - ahead_s, last=-math.inf, seq=0, ahead_s=ahead_s)
             self.attempts[chunk.attempt] = known
             if ahead_s <= -JUMP_S:
                 self._infer_jump(chunk, 0, ahead_s, "an earlier attempt has later times", known.first)
@@ -280,11 +280,11 @@ class Columns:
             )
         self._keep(event)
 
-    def _generation(self, id_: GenerationId) -> Generation:
+    def _generation(self, id_: GenerationId) -> RecordedGeneration:
         at = self.index.get(id_)
         if at is None:
             at = self.index[id_] = len(self.generations)
-            self.generations.append(Generation(id=id_))
+            self.generations.append(RecordedGeneration(id=id_))
         return self.generations[at]
 
     def _add_steps(self, chunk: Chunk, steps: list[tuple[int, Line]], times: Array) -> None:
@@ -323,7 +323,7 @@ class Columns:
             if len(piece["step"]):
                 self._append(known, piece)
 
-    def _append(self, known: Generation, piece: dict[str, Array]) -> None:
+    def _append(self, known: RecordedGeneration, piece: dict[str, Array]) -> None:
         begin, at = len(self), self.index[known.id]
         tokens = piece["consumed_tokens"]
         before = tokens[0] if known.last_tokens is None else known.last_tokens
@@ -347,7 +347,7 @@ class Columns:
             known.last_tokens = int(tokens[-1])
 
     def _not_known(
-        self, chunk: Chunk, known: Generation, steps: list[tuple[int, Line]], labels: Array
+        self, chunk: Chunk, known: RecordedGeneration, steps: list[tuple[int, Line]], labels: Array
     ) -> list[int]:
         """The steps that this generation does not have yet. A member that outlived a coordinator may bring a
         copy of a known step; a copy must not differ.

@@ -24,7 +24,7 @@ FATES = ("history", "lost", "rewound")
 
 
 @dataclass(kw_only=True, slots=True)
-class Piece:
+class StepSpan:
     """Consecutive steps of one generation (index) with one fate. `by`: the attempt that continued from an
     earlier state; None on the history, and if no attempt did yet.
     """
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(kw_only=True, slots=True)
-class Path:
+class EffectiveSteps:
     """The history by rows of the columns. `stops`: the last step of each generation on it, None for the head,
     of which all is. `pieces` are in the order of generations and steps. `gaps` counts steps of the history
     that have no record.
@@ -44,7 +44,7 @@ class Path:
 
     lineage: Lineage
     stops: dict[GenerationId, int | None]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StepSpan] = field(default_factory=list)
     rows: Growing = field(default_factory=lambda: Growing("i8"))
     head: int | None = None
     gaps: int = 0
@@ -74,18 +74,18 @@ class Path:
         later = (names for attempt, names in self._inherited if attempt > key.attempt)
         return inside and all(name in names for names in later)
 
-    def dropped(self, attempt: int) -> list[Piece]:
+    def dropped(self, attempt: int) -> list[StepSpan]:
         """The steps that were abandoned when this attempt continued from an earlier state."""
         return [piece for piece in self.pieces if piece.fate != HISTORY and piece.by == attempt]
 
 
-def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimParent]) -> Path:
+def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimParent]) -> EffectiveSteps:
     """Builds the history of a journal. Raises `OrchestratorError` if it contradicts itself."""
     starts = [g.start for g in columns.generations if g.start is not None]
     lineage = effective_chain(claims, parents, starts, {each.attempt for each in columns.damages})
     stops = {s.start.id: None if s.open else s.stop_step - 1 for s in lineage.segments}
-    path = Path(lineage=lineage, stops=stops, size=len(columns))
-    fates = _Fates(columns, stops, claims, parents)
+    path = EffectiveSteps(lineage=lineage, stops=stops, size=len(columns))
+    fates = _StepFates(columns, stops, claims, parents)
     for at, _ in sorted(enumerate(columns.generations), key=lambda item: item[1].id):
         path.pieces += fates.pieces(at)
     here = {p.generation: p for p in path.pieces if p.fate == HISTORY}
@@ -98,7 +98,7 @@ def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimPare
     return path
 
 
-def extend(columns: Columns, path: Path) -> bool:
+def extend(columns: Columns, path: EffectiveSteps) -> bool:
     """Adds the new steps, if all of them continue from the head in order. Returns False if the history must
     be built anew.
     """
@@ -122,7 +122,7 @@ def extend(columns: Columns, path: Path) -> bool:
     return True
 
 
-class _Fates:
+class _StepFates:
     """The fate of the steps of each generation, derived from what was continued from it."""
 
     def __init__(
@@ -143,7 +143,7 @@ class _Fates:
                 of = self._children.setdefault((parent.attempt, parent.generation), [])
                 of.append((generation.id, parent.step))
 
-    def pieces(self, at: int) -> list[Piece]:
+    def pieces(self, at: int) -> list[StepSpan]:
         """The pieces of one generation, by step."""
         columns, id_ = self._columns, self._columns.generations[at].id
         rows = columns.rows(at)
@@ -165,7 +165,7 @@ class _Fates:
                 found[-1] = (found[-1][0], b, fate, by)
             else:
                 found.append((a, b, fate, by))
-        return [Piece(generation=at, rows=rows[a:b], fate=fate, by=by) for a, b, fate, by in found]
+        return [StepSpan(generation=at, rows=rows[a:b], fate=fate, by=by) for a, b, fate, by in found]
 
     def _fate(self, id_: GenerationId, step: int, begin: int, stop: int | None) -> tuple[int, int | None]:
         if id_ in self._stops and begin < step and (stop is None or step <= stop):
@@ -210,7 +210,7 @@ class _Fates:
         return False
 
 
-def _check(columns: Columns, path: Path) -> None:
+def _check(columns: Columns, path: EffectiveSteps) -> None:
     """Checks what only steps can contradict, and counts missing records. Raises `OrchestratorError` for
     counts that go back, or a generation that does not begin at its parent's state.
     """

@@ -20,8 +20,8 @@ from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.arrays import Array, Growing, Pyramid
-from orchestrator.inspect.views.facts.columns import Columns, Event, Generation
-from orchestrator.inspect.views.facts.effective_steps import Path
+from orchestrator.inspect.views.facts.columns import Columns, Event, RecordedGeneration
+from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
 from orchestrator.inspect.views.facts.files import RunFiles
 
 WATCH_S = 10.0  # without any change for so long, a run without an end is dead (membership rule 12)
@@ -86,7 +86,7 @@ DRAIN = "drain notice"  # `by` of an end that nobody wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class RecordedEnd:
     """The end of an attempt. `by` is None if the journal does not say who wanted it."""
 
     t: float
@@ -102,7 +102,7 @@ class End:
         return self.outcome in ("done", "stopped") and DRAIN not in (self.by or "")
 
 
-class Along:
+class StepSeries:
     """Steps in one order, by row. Columns and pyramids are made on first use, and then extended with new
     rows.
     """
@@ -135,15 +135,15 @@ class Along:
 
 
 @dataclass(kw_only=True, slots=True)
-class Facts:
+class RunFacts:
     """One look at a run. `shape` counts what makes derived things new: attempts, ends, generations, fates;
     `size` all lines.
     """
 
     files: RunFiles
     columns: Columns
-    path: Path
-    history: Along
+    path: EffectiveSteps
+    history: StepSeries
     life: Life = field(default_factory=Life)
     shape: int = 0
     size: int = 0
@@ -175,7 +175,7 @@ class Facts:
         return found[1]
 
     # ---------------------------------------------------------------------- attempts
-    def end_of(self, attempt: int | None) -> End | None:
+    def end_of(self, attempt: int | None) -> RecordedEnd | None:
         """How an attempt ended, by its journal or its end record; None if neither says it."""
         if attempt is None:
             return None
@@ -183,12 +183,12 @@ class Facts:
         if events:
             last = events[-1]
             fields = last.fields
-            return End(
+            return RecordedEnd(
                 t=last.t, outcome=fields["outcome"], reason=fields["reason"], by=fields.get("by") or None
             )
         if (end := self.files.ends.get(attempt)) is not None:
             by = getattr(end, "by", None) or None
-            return End(t=stamp(end.ended) or 0.0, outcome=end.outcome, reason=end.reason, by=by)
+            return RecordedEnd(t=stamp(end.ended) or 0.0, outcome=end.outcome, reason=end.reason, by=by)
         return None
 
     def began(self, attempt: int) -> float | None:
@@ -233,11 +233,11 @@ class Facts:
 
     # ---------------------------------------------------------------------- generations
     @property
-    def head(self) -> Generation | None:
+    def head(self) -> RecordedGeneration | None:
         """The generation at the end of the history; None before the newest attempt has formed one."""
         return self.columns.generations[self.path.head] if self.path.head is not None else None
 
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[RecordedGeneration]:
         """Those with a start, in order."""
         known = [g for g in self.columns.generations if g.start is not None]
         return sorted(known, key=lambda g: g.id)
