@@ -1,7 +1,7 @@
 """`python -m benchmarks.replicas --json`: what it costs to compare replicas at each save.
 
 The training state has the shapes of GPT-2 (124M) with AdamW: three float32 tensors for each parameter, 1.49
-GB. `sum_s` is the time in which one rank sums it (`trainer.saving.replica_digest`); `copy_s` the time in
+GB. `sum_s` is the time in which one rank sums it (`trainer.saving.staging`); `copy_s` the time in
 which it copies the same state to memory that is allocated already, which every save does, too; `hash_s` the
 time in which BLAKE3, which a save writes beside its parts, reads it once. One thread each, one after the
 other in each of `--repeats` rounds, so that a busy machine slows all three. `sum_to_copy` and `sum_to_hash`
@@ -23,7 +23,7 @@ from blake3 import blake3
 from benchmarks.common import Samples, medians, say
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.trainer.loading.state_tensors import whole_item
-from orchestrator.trainer.saving.replica_digest import replica_digests, shared_rows
+from orchestrator.trainer.saving.staging import replica_digests, shared_rows
 
 WIDTH, LAYERS, VOCAB, POSITIONS = 768, 12, 50_257, 1024
 BLOCK = (  # the parameters of one layer

@@ -225,7 +225,7 @@ def status(
 @app.command()
 def watch(run: RunUri, json: Json = False) -> None:
     """Show where the run stands until it ends. The same as `status --watch`. --json: a line each time."""
-    from orchestrator.inspect.display import show
+    from orchestrator.inspect.frames import show
     from orchestrator.inspect.run import open_run
 
     opened = open_run(run)

@@ -27,14 +27,18 @@ from orchestrator.elastic.formation import (
     StopRun,
     Waiting,
 )
-from orchestrator.elastic.member_selection import choose, newest_left, refusal, too_few, worth_interrupting
 from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
 from orchestrator.elastic.next_formation import (
     Continuation,
+    choose,
     continued,
+    newest_left,
     next_formation,
+    refusal,
+    too_few,
     view_of,
     view_of_first,
+    worth_interrupting,
 )
 from orchestrator.elastic.state_selection import ParentStateSelection, held_by_all, holds_any
 from orchestrator.errors import FencedError, UnsavedError

@@ -258,11 +258,10 @@ class Run:
         """Trains up to a step (or the last one within so many tokens) once more, and compares with what the
         run recorded. In this process; with `to_point` (a new run, which keeps the state as a resume point)
         and overrides like `cluster.num_workers=2` by a launch on Ray. The run is only read, but for the pin
-        of a fork at `to_point`. See `launch.replay.replay` and `launch.replay.replay_as_run`.
+        of a fork at `to_point`. See `launch.replay.replay`.
         """
         from orchestrator.launch.branch.point_query import PointQuery
-        from orchestrator.launch.replay.replay import replay
-        from orchestrator.launch.replay.replay_as_run import needs_a_launch, replay_as_run
+        from orchestrator.launch.replay.replay import needs_a_launch, replay, replay_as_run
 
         wanted = PointQuery(step=step, tokens=tokens)
         if needs_a_launch(overrides) or to_point is not None:
@@ -389,7 +388,7 @@ class Run:
         """Curves of the history over `step`, `tokens` or `time`, a panel per metric (default: loss); a
         matplotlib figure. Needs the extra `notebook`.
         """
-        from orchestrator.inspect.display import plot
+        from orchestrator.inspect.frames import plot
 
         return plot(self.steps(), metrics or ("loss",), x, self.uri)
 
@@ -418,7 +417,7 @@ class Run:
 
         In place in a notebook and on a terminal, a line per change elsewhere. Interrupted, it stops watching.
         """
-        from orchestrator.inspect.display import show
+        from orchestrator.inspect.frames import show
 
         try:
             return show(self.looks(every_s))

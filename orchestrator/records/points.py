@@ -99,7 +99,7 @@ class SavedTensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDigests:
     """Digests (32 hex digits) of the rows that a rank holds together with others
-    (`trainer.saving.replica_digest`).
+    (`trainer.saving.staging`).
 
     `of_shard`: with the ranks that have the same shard. `of_all`: with every rank. Empty: no other rank holds
     such rows, or the digest was not computed.

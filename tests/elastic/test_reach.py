@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.elastic.member_selection import largest_reaching
+from orchestrator.elastic.next_formation import largest_reaching
 
 MEMBERS = "abcdefg"
 pairs = st.sets(st.tuples(st.sampled_from(MEMBERS), st.sampled_from(MEMBERS)))

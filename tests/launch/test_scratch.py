@@ -20,8 +20,8 @@ from orchestrator.storage.files import Storage
 
 KILLED = """
 import os, signal, orchestrator
-from orchestrator.launch.replay import replay_as_run
-replay_as_run.train_until = lambda *job: os.kill(os.getpid(), signal.SIGKILL)
+from orchestrator.launch.replay import replay
+replay.train_until = lambda *job: os.kill(os.getpid(), signal.SIGKILL)
 orchestrator.open("example").replay(9, overrides=["cluster.num_workers=1"])
 """
 HOLDS = """

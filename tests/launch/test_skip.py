@@ -357,7 +357,7 @@ def test_packs_of_several_sources_are_skipped_and_the_audit_follows(packed: Skip
 
 
 def the_skipped_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginning, "moved", lambda point, skip: point)
+    monkeypatch.setattr(beginning, "after_skip", lambda point, skip: point)
 
 
 def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey, StepRange
 from orchestrator.trainer.comm.group import Group
-from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
-from orchestrator.trainer.gradient.micro_batches import Gradient, cut
+from orchestrator.trainer.gradient.micro_batches import Gradient, InvariantGradient, cut
 from orchestrator.trainer.gradient.parallel import FastGradient, ShardedGradient
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.state.sharded_state import ShardedState

@@ -14,8 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
-from orchestrator.trainer.gradient.micro_batches import cut
+from orchestrator.trainer.gradient.micro_batches import InvariantGradient, cut
 from orchestrator.trainer.gradient.parallel import FastGradient
 from orchestrator.trainer.model.build_model import build_model, loss_sum
 from orchestrator.trainer.model.model_call import (

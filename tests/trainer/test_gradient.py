@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from orchestrator.planning.batches import num_micro_batches, rank_run
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
-from orchestrator.trainer.gradient.gradient_invariant import (
+from orchestrator.trainer.gradient.micro_batches import (
+    Gradient,
     InvariantGradient,
     TreeSum,
+    cut,
     finish_tree,
+    scale,
+    square_sum,
     tree_nodes,
 )
-from orchestrator.trainer.gradient.micro_batches import Gradient, cut, scale, square_sum
 from orchestrator.trainer.gradient.parallel import FastGradient
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.feed import FormulaFeed

@@ -13,7 +13,7 @@ from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.trainer.loading.state_tensors import whole_item
-from orchestrator.trainer.saving.replica_digest import BLOCK_BYTES, block_sums, replica_digests, shared_rows
+from orchestrator.trainer.saving.staging import BLOCK_BYTES, block_sums, replica_digests, shared_rows
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, tiny_job
 

@@ -159,7 +159,7 @@ class ReplicasDiffer:
 def differing_replicas(votes: Sequence[Vote]) -> ReplicasDiffer | None:
     """Returns the ranks whose copies of the same rows differ, according to the digests of their votes.
 
-    See `trainer.saving.replica_digest`. None if all agree. Votes without digests are not compared. O(votes).
+    See `trainer.saving.staging`. None if all agree. Votes without digests are not compared. O(votes).
     """
     for fact in ("of_shard", "of_all"):
         holders: dict[int, dict[str, list[int]]] = {}  # shard -> digest -> ranks

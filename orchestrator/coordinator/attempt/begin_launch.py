@@ -30,11 +30,13 @@ from orchestrator.coordinator.attempt.resume_point_choice import (
     rewind_sentence,
     up_to,
 )
-from orchestrator.coordinator.attempt.skipping import draw_skip, moved, skip_here
 from orchestrator.coordinator.attempt.source_resolution import (
     SourceResolution,
     after_removed,
+    after_skip,
+    draw_skip,
     read_as,
+    skip_here,
     sources_here,
 )
 from orchestrator.coordinator.attempt.survey import (
@@ -280,7 +282,7 @@ def _after_skip(
         return point, None
     there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
     skip = drawn if there else draw_skip(config, data.made_by(plan.encoders), point, asked.request)
-    return moved(point, skip), skip
+    return after_skip(point, skip), skip
 
 
 def _encoders(

@@ -40,7 +40,7 @@ from orchestrator.inspect.dashboard.answers import (
 from orchestrator.inspect.dashboard.auth import AccessRules, Guard
 from orchestrator.inspect.dashboard.plans import Planner, WhatIf
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
-from orchestrator.inspect.dashboard.watch import EVERY_S, Closing, Watches
+from orchestrator.inspect.dashboard.stream import EVERY_S, Closing, Watches
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.storage.files import Storage
 

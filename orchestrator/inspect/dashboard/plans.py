@@ -20,17 +20,16 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import point_info
 from orchestrator.coordinator.attempt.resume_point_choice import (
     StartData,
     choose_among,
     decide,
+    find_known_epochs,
     rewind_text,
     up_to,
 )
-from orchestrator.coordinator.attempt.skipping import skip_here
-from orchestrator.coordinator.attempt.source_resolution import SourceResolution, sources_here
+from orchestrator.coordinator.attempt.source_resolution import SourceResolution, skip_here, sources_here
 from orchestrator.data.code_process import reads_without_code
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError

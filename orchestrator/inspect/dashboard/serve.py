@@ -17,7 +17,7 @@ from orchestrator.data.common.user_code import reading_only
 from orchestrator.errors import RefusedError
 from orchestrator.inspect.dashboard.app import make_app
 from orchestrator.inspect.dashboard.auth import new_token
-from orchestrator.inspect.dashboard.watch import EVERY_S
+from orchestrator.inspect.dashboard.stream import EVERY_S
 from orchestrator.storage.open import open_storage
 
 _END_S = 2.0  # how long the end waits for unfinished answers

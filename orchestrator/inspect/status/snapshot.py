@@ -2,7 +2,7 @@
 
 `status`, the page, its list of runs and notebooks are derived from one `RunSnapshot`, so they agree. Two
 readers make it: `status_reader` from the newest part of the journal, within a bound, for a run of any length,
-and `views.run_snapshot` from the whole journal, which the page keeps in memory.
+and `views.summary.run_snapshot` from the whole journal, which the page keeps in memory.
 """
 
 from __future__ import annotations

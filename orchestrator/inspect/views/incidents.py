@@ -22,8 +22,8 @@ from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REW
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.status.point_rows import stamp
-from orchestrator.inspect.views.abandoned_steps import left_behind
 from orchestrator.inspect.views.facts.columns import Event, RecordedGeneration
+from orchestrator.inspect.views.facts.effective_steps import left_behind
 from orchestrator.inspect.views.facts.facts import DRAIN, RunFacts
 from orchestrator.inspect.views.points_table import by_name
 from orchestrator.json_form import decode

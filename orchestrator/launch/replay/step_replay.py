@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from orchestrator.data.feed.local_feed import InProcessFeed
-    from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
+    from orchestrator.trainer.gradient.micro_batches import InvariantGradient
     from orchestrator.trainer.state.train_state import TrainState
 
 
@@ -269,7 +269,7 @@ class StepReplayer:
         """A state, a gradient and a feed for the regime."""
         from orchestrator.data.dataset import prepare_trained
         from orchestrator.data.feed.local_feed import InProcessFeed
-        from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
+        from orchestrator.trainer.gradient.micro_batches import InvariantGradient
         from orchestrator.trainer.state.train_state import TrainState
 
         config, history = self._regime.config, self._history

@@ -23,17 +23,16 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce, point_path
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.begin_launch import mark_damaged
-from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import fork_to_begin, point_info, read_parent_point
 from orchestrator.coordinator.attempt.resume_point_choice import (
     StartData,
     choose_point,
     decide,
+    find_known_epochs,
     kept_point,
     rewind_sentence,
 )
-from orchestrator.coordinator.attempt.skipping import draw_skip, skip_here
-from orchestrator.coordinator.attempt.source_resolution import read_as, sources_here
+from orchestrator.coordinator.attempt.source_resolution import draw_skip, read_as, skip_here, sources_here
 from orchestrator.coordinator.attempt.survey import (
     LOOKS,
     LatePointError,

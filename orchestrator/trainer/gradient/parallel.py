@@ -21,9 +21,9 @@ from typing_extensions import override
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.trainer.comm.group import collective, ended_by, raised_by_collective
-from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
 from orchestrator.trainer.gradient.micro_batches import (
     Gradient,
+    InvariantGradient,
     MicroBatch,
     add_losses,
     empty_micro_batch,

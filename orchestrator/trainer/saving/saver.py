@@ -27,7 +27,6 @@ from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group
 from orchestrator.trainer.interfaces.membership import Membership
 from orchestrator.trainer.loading.state_tensors import Item, dtype_name, saved_tensors
-from orchestrator.trainer.saving.replica_digest import SharedRows, replica_digests, shared_rows
 from orchestrator.trainer.saving.save_machines import (
     Action,
     Answered,
@@ -45,7 +44,14 @@ from orchestrator.trainer.saving.save_machines import (
     Write,
     Written,
 )
-from orchestrator.trainer.saving.staging import Copies, Staging, StagingBuffer
+from orchestrator.trainer.saving.staging import (
+    Copies,
+    SharedRows,
+    Staging,
+    StagingBuffer,
+    replica_digests,
+    shared_rows,
+)
 from orchestrator.trainer.state.train_state import TrainState
 
 STOP_LIMIT_S = 900.0  # how long the writing of a part may take to end after its save was given up

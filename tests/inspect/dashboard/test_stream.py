@@ -18,8 +18,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.dashboard import stream
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
-from orchestrator.inspect.dashboard.stream import StreamFrame
-from orchestrator.inspect.dashboard.watch import Watches
+from orchestrator.inspect.dashboard.stream import StreamFrame, Watches
 from orchestrator.storage.files import Storage
 from tests.inspect.dashboard.serving import Served, served
 

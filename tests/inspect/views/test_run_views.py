@@ -37,8 +37,8 @@ from orchestrator.inspect.views import points_table
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.goodput import PARTS, apportioned
 from orchestrator.inspect.views.incidents import happenings
-from orchestrator.inspect.views.run_snapshot import run_snapshot
 from orchestrator.inspect.views.run_views import RunViews
+from orchestrator.inspect.views.summary import run_snapshot
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, no_sleep, record, start
