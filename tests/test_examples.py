@@ -34,6 +34,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.example_runs import EXAMPLES, NEWEST, ORPHAN, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 from tests.folders import contents
+from tests.raising import raises
 from tests.torchrun.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("forked")
@@ -149,9 +150,9 @@ def test_every_command_refuses_a_run_of_format_1_by_name_and_changes_nothing(
 
 
 def test_a_new_run_does_not_begin_with_weights_of_format_1(first: Path) -> None:
-    with pytest.raises(Format1Error, match=NEWEST) as refused:
+    with raises(Format1Error, "storage.format_1", NEWEST) as refused:
         weights_sentence(str(first / "example" / "points" / NEWEST))
-    assert (refused.value.code, refused.value.exit_code) == ("storage.format_1", 2)
+    assert refused.value.exit_code == 2
 
 
 def test_a_point_of_format_1_in_a_run_of_format_2_is_refused_by_name_and_passed_over_by_no_start(
@@ -176,9 +177,9 @@ def test_a_point_of_format_1_in_a_run_of_format_2_is_refused_by_name_and_passed_
         run.verify,
     ]
     for number, read in enumerate(reads):
-        with pytest.raises(Format1Error, match=NEWEST) as refused:
+        with raises(Format1Error, "storage.format_1", NEWEST) as refused:
             read()
-        assert (refused.value.code, refused.value.exit_code) == ("storage.format_1", 2), number
+        assert refused.value.exit_code == 2, number
     assert contents(tmp_path / "copy") == before
 
 
@@ -266,8 +267,9 @@ def test_what_a_later_version_wrote_is_refused_with_both_numbers(
             return read_marker(kinds, f"exports/{NEWEST}")
         return orchestrator.open(kinds.root).list_points()
 
-    with pytest.raises(LaterFormatError, match=r"has format [23], this version reads [12]"):
+    with raises(LaterFormatError, "storage.later_format") as refused:
         read()
+    assert re.search(r"\b[23]\b.*\b[12]\b", str(refused.value)), "both numbers"
 
 
 def refusal() -> str:

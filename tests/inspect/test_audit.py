@@ -586,7 +586,7 @@ def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tm
     run = TrainedRun(mapping)
     run.attempt(3)
     (tmp_path / "data" / "part-0.jsonl").write_text('{"text": "another"}\n')
-    with pytest.raises(DataIdentityError, match="changed"):
+    with raises(DataIdentityError, "data.changed_files", "part-0.jsonl"):
         run.audit()
 
 
@@ -622,14 +622,11 @@ def test_files_that_changed_and_were_accepted_mean_that_nothing_can_be_said(
     change_the_first_trained_document(run)
     go_on_with_changed_files(run, 3)
     for steps in (None, "1:2", "8:"):
-        with pytest.raises(DataIdentityError) as caught:
+        values = "Attempt 2 ", "resume.accept_changed", "--steps :6"
+        with raises(DataIdentityError, "data.changed_files", "part-", *values) as caught:
             run.audit(steps)
-        text = str(caught.value)
-        assert re.search(r"part-\d\.jsonl: its ends had digest \w+ and have \w+", text)
-        assert "put them back as they were" in text
-        assert "resume.accept_changed=true" not in text, "an audit cannot accept them"
-        assert "Attempt 2 was configured to continue with changed files (resume.accept_changed)" in text
-        assert "what was trained before it can be audited by --steps :6" in text
+        assert len(set(re.findall(r"\b[0-9a-f]{16}\b", str(caught.value)))) == 2, "both digests"
+        assert "resume.accept_changed=true" not in str(caught.value), "an audit cannot accept them"
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder)])
@@ -717,7 +714,8 @@ def test_an_audit_finds_the_files_from_another_folder_than_the_run_was_started_i
     monkeypatch.chdir(moved)
     assert run.audit()["exactly_once"], "the same files elsewhere, where the path means them"
     monkeypatch.chdir("/")
-    with pytest.raises(DataIdentityError, match=r"part-0\.jsonl: it had \d+ bytes and is gone"):
+    num_bytes = (moved / "data" / "part-0.jsonl").stat().st_size
+    with raises(DataIdentityError, "data.missing_files", "part-0.jsonl", f"{num_bytes} bytes"):
         run.audit()
 
 

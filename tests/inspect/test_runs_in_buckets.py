@@ -14,7 +14,13 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.sources.lists.fragments import load_plan
-from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
+from orchestrator.errors import (
+    ConfigError,
+    DataIdentityError,
+    NoConditionalCreateError,
+    RefusedError,
+    StorageError,
+)
 from orchestrator.inspect.audit.trained_data import trained_data
 from orchestrator.launch.doctor.facts import look_at_storage
 from orchestrator.launch.doctor.storage_check import BucketFacts, judge_bucket
@@ -223,7 +229,7 @@ def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(
     (copy,) = (cache / "lists").iterdir()
     copy.write_bytes(copy.read_bytes()[:-1])
     load_plan.cache_clear()
-    with pytest.raises(orchestrator.errors.DataIdentityError, match="cannot be read"):
+    with raises(DataIdentityError, "data.unreadable_list", "manifest/made.parquet"):
         load_plan(reference)
 
 
@@ -244,10 +250,8 @@ def test_a_bucket_without_conditional_create_is_refused_and_left_as_it_was(
             proxy.forgets = ("if-none-match",)
         else:
             proxy.unknown = ("if-none-match",)
-        with pytest.raises(NoConditionalCreateError) as refused:
+        with raises(NoConditionalCreateError, "storage.no_conditional_create", bucket):
             check_bucket(open_storage(f"{bucket}/runs/new"))
-        assert refused.value.code == "storage.no_conditional_create"
-        assert bucket in str(refused.value)
         found = look_at_storage(f"{bucket}/runs")
         assert isinstance(found, BucketFacts)
         assert (found.exclusive, found.listed, found.deletes) == (False, True, True)

@@ -251,7 +251,7 @@ def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> Non
     assert files(fork.folder) == before
     with raises(RefusedError, "run.exists", runner.folder):
         parent.fork(runner.folder, first.point_name)
-    with pytest.raises(ConfigError, match="run.name"):
+    with raises(ConfigError, "config.invalid_value", "run.name"):
         parent.fork(runner.folder.parent / ".hidden", first.point_name)
     third = Forked(runner, "third")
     with raises(RefusedError, "point.unknown", "00000011-a0001-g0001"):

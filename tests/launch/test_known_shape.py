@@ -19,6 +19,7 @@ from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.state.memory import ModelSize, ParallelChoice
 from tests.launch.machines import LARGE, machines
 from tests.planning.jobs import job
+from tests.raising import raises
 
 SEVEN_B = {"model_type": "llama", "num_attention_heads": 32, **LARGE}
 
@@ -124,7 +125,7 @@ def test_where_nothing_was_noted_it_is_tried_and_a_point_needs_no_model_that_can
     asked = job("model={factory: 'no_such_models:there'}")
     resumed = replace(first_start(asked), point="00000004-a0003-g0001")
     assert measured(asked, resumed, None) == (asked, None)
-    with pytest.raises(ConfigError, match="no_such_models"):
+    with raises(ConfigError, "model.factory_not_callable", "no_such_models"):
         measured(asked, first_start(asked), NOTED)
 
 

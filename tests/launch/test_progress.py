@@ -359,9 +359,7 @@ def test_a_second_signal_of_another_kind_is_not_called_the_same_one_twice() -> N
     """torchrun passes a Ctrl-C on, and a second one as SIGTERM."""
     with stop_signals.stop_on_signals(lambda by: None, lambda by: None, lambda text: None):
         signal.raise_signal(signal.SIGINT)
-        with pytest.raises(
-            stop_signals.StoppedAtOnceError, match="^SIGINT came, and then SIGTERM: "
-        ) as ended:
+        with pytest.raises(stop_signals.StoppedAtOnceError, match=r"SIGINT.*SIGTERM") as ended:
             signal.raise_signal(signal.SIGTERM)
     assert ended.value.exit_code == 128 + signal.SIGTERM
 

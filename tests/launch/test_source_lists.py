@@ -233,14 +233,10 @@ def test_an_audit_names_lists_that_lack_files_before_it_reads_and_the_steps_with
 
     with monkeypatch.context() as patched:
         patched.setattr(audit, "AuditRun", NothingIsRead)
-        with pytest.raises(DataIdentityError) as refused:
+        values = "epoch 0 of source a", "two.jsonl", "three.jsonl", "--steps 4:7"
+        with raises(DataIdentityError, "data.changed_files", *values) as refused:
             run.audit()
-    said = str(refused.value)
-    assert "epoch 0 of source a, and 1 more" in said
-    assert "two.jsonl: it had" in said
-    assert "three.jsonl: it had" in said
-    assert "resume." not in said, "it is no start"
-    assert said.endswith("steps that do not need them: --steps 4:7")
+    assert "resume." not in str(refused.value), "it is no start"
     assert run.audit("4:7")["exactly_once"]
     with raises(DataIdentityError, "data.changed_files", "three.jsonl") as refused:
         run.audit("8:")
@@ -412,7 +408,7 @@ def test_fields_of_a_source_may_change_with_its_restart_alone(run: ListsRun) -> 
         run.launch(3, field)
     run.launch(3, field, "resume.data=restart")
     run.launch(3, field)
-    with pytest.raises((RefusedError, DataIdentityError), match=r"text_field.*restart_sources=\[a\]"):
+    with raises(RefusedError, "resume.changed_setting", "text_field", "restart_sources=[a]"):
         run.launch(3, "data.sources.0.text_field=text")
 
 

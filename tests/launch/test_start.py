@@ -367,9 +367,8 @@ def test_a_piece_without_which_what_was_trained_has_no_history_ends_no_run_in_si
     for _ in range(launches):
         runner.launch()
     damage(runner.folder / file.format(launches))
-    what = re.escape(named.format(launches))
     for ask in (runner.plan, runner.begin):
-        with pytest.raises(OrchestratorError, match=what):
+        with raises(OrchestratorError, "history.inconsistent", named.format(launches)):
             ask()
     status = Run(runner.folder).status(0)
     assert status.is_broken

@@ -54,14 +54,14 @@ def test_no_command_and_no_call_takes_a_mistyped_uri_for_a_folder(
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=r"run.storage: s3:///\w+ is not the URI of a bucket"):
+    with raises(ConfigError, "config.storage_uri", "run.storage", "s3:///"):
         orchestrator.plan(job)
-    with pytest.raises(ConfigError, match=r"run.storage: gs:/x/\w+ is not the URI of a bucket"):
+    with raises(ConfigError, "config.storage_uri", "run.storage", "gs:/x/"):
         submission(job, ["run.storage=gs:/x"], folder=folder, token="1")
     for ask in (orchestrator.open, orchestrator.runs):
         with raises(ConfigError, "config.storage_uri", "s3:/walk "):
             ask("s3:/walk")
-    with pytest.raises(ConfigError, match="az:/x is not the URI of a bucket"):
+    with raises(ConfigError, "config.storage_uri", "az:/x "):
         orchestrator.open_stream(job, frozen_dir="az:/x")
     assert not list(folder.iterdir())
 

@@ -19,6 +19,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import SPEC
+from tests.raising import raises
 from tests.system.conftest import TINY, Make
 from tests.system.harness import (
     Job,
@@ -169,6 +170,6 @@ def test_a_coordinator_that_cannot_begin_again_ends_the_launch_at_once_with_the_
     handle: Any = ray.remote(NeverAgain).options(max_restarts=-1, num_cpus=0).remote(str(tmp_path))
     sigkill(ray.get(handle.status.remote((-1, -1), 0.0)))
     driver = supervisor.Supervisor(SPEC, handle, tuple, lambda status: None)
-    cause = "could not begin: orchestrator.errors.FencedError: another launch has .* over,\nso this one ends$"
-    with pytest.raises(ElasticError, match=cause):
+    cause = "orchestrator.errors.FencedError: another launch has taken the run over,\nso this one ends"
+    with raises(ElasticError, "launch.coordinator_not_started", cause):
         driver.run()
