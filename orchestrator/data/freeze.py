@@ -37,7 +37,6 @@ from orchestrator.data.sources.records.content import BadRecordError
 from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
 from orchestrator.data.tokens.loss_mask import plain_text, require_masks
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
@@ -47,6 +46,7 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.resume.source_lists import FIRST, first_sources, restart_text
+from orchestrator.storage.home import remembered
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -1,4 +1,4 @@
-"""The user's home and cache folders, on machines that may have none.
+"""The user's home and cache folders, on machines that may have none, and the results that are cached there.
 
 Such machines have no HOME, a uid without a name, or a read-only home. A cache is optional: data that cannot
 be cached are read or computed again.
@@ -12,10 +12,18 @@ import os
 import shutil
 import sys
 import tempfile
+import typing
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
-from orchestrator.errors import ConfigError, StorageError
+import orjson
+from blake3 import blake3
+
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
+from orchestrator.json_form import decode, encode
 from orchestrator.storage.tries import problem_code
 
 
@@ -87,3 +95,69 @@ def temporary_cache_folder() -> Path:
         ) from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
+
+
+# --------------------------------------------------------------------------------------------- cached results
+Record = TypeVar("Record")
+CACHE_VARIABLE = "ORCHESTRATOR_CACHE_DIR"
+"""Environment variable: a folder instead of the user's default; empty: no cache."""
+
+
+def remembered(kind: type[Record], content: list[object], find: Callable[[], Record]) -> Record:
+    """The result of `find` (a flat dataclass), from the cache if an earlier process stored it completely.
+
+    For facts that take seconds to compute and never change, such as those about a tokenizer. `content` holds
+    everything that the result depends on, as JSON values. A file that is missing, damaged or cannot be
+    written is no error: the result is then computed. A run does not depend on the cache, because it freezes
+    its choices in its own folder.
+    """
+    folder = _folder()
+    if folder is None:
+        return find()
+    key = blake3(orjson.dumps([kind.__name__, content], option=orjson.OPT_SORT_KEYS)).hexdigest()
+    path = folder / f"{kind.__name__}-{key}.json"
+    if path not in _held:
+        while len(_held) >= _NUM_HELD:
+            _held.pop(next(iter(_held)), None)
+        _held[path] = _from_file(kind, path, find)
+    return typing.cast(Record, _held[path])
+
+
+# This process's most recent results, also if nothing can be written.
+_held: dict[Path, object] = {}
+_NUM_HELD = 16
+
+
+def _from_file(kind: type[Record], path: Path, find: Callable[[], Record]) -> Record:
+    try:
+        kept = orjson.loads(path.read_bytes())
+        if kept["check"] == _check(kept["value"]):
+            return decode(kind, kept["value"])
+    except (OSError, ValueError, KeyError, TypeError, OrchestratorError):
+        pass  # missing or damaged: computed and written below
+    found = find()
+    value = encode(found)
+    _write(path, orjson.dumps({"check": _check(value), "value": value}))
+    return found
+
+
+def _check(value: object) -> str:
+    return blake3(orjson.dumps(value)).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes the file completely or not at all. A folder that is not writable is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _folder() -> Path | None:
+    asked = os.environ.get(CACHE_VARIABLE)
+    if asked is not None:
+        return Path(asked) if asked else None
+    return cache_folder()

@@ -25,7 +25,7 @@ from orchestrator.data.common import user_code
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.dataset import prepare_data, prepare_trained
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.sources.access.code_records import CodeRecords
+from orchestrator.data.sources.access.input_file import CodeRecords
 from orchestrator.data.sources.formats import format_of, python
 from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.lists.listing import list_files

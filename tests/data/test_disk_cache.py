@@ -12,8 +12,9 @@ import pytest
 
 import orchestrator
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.tokens import disk_cache, encoder, tokenizer_files
-from orchestrator.data.tokens.disk_cache import FOLDER
+from orchestrator.data.tokens import encoder, tokenizer_files
+from orchestrator.storage import home
+from orchestrator.storage.home import CACHE_VARIABLE, remembered
 from tests.data.making import job, plain, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -36,24 +37,24 @@ class Finder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     new_process(monkeypatch)
     return tmp_path / "cache"
 
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process holds is gone."""
-    monkeypatch.setattr(disk_cache, "_held", {})
+    monkeypatch.setattr(home, "_held", {})
     monkeypatch.setattr(tokenizer_files, "_examined", {})
 
 
 def test_what_was_found_is_not_looked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = Finder()
     for _ in range(2):
-        assert disk_cache.remembered(Found, ["x", 1], find) == find() == Found(number=7, words=("a", "b"))
+        assert remembered(Found, ["x", 1], find) == find() == Found(number=7, words=("a", "b"))
         new_process(monkeypatch)
     assert find.asked == 1 + 2
-    disk_cache.remembered(Found, ["x", 2], find)
+    remembered(Found, ["x", 2], find)
     assert find.asked == 4
     assert len(list(folder.iterdir())) == 2
 
@@ -63,24 +64,24 @@ def test_a_damaged_file_is_found_out_anew_and_replaced(
     damage: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = Finder()
-    disk_cache.remembered(Found, ["x"], find)
+    remembered(Found, ["x"], find)
     (kept,) = folder.iterdir()
     whole = kept.read_bytes()
     for content in (damage, whole.replace(b"7", b"8")):
         kept.write_bytes(content)
         new_process(monkeypatch)
-        assert disk_cache.remembered(Found, ["x"], find).number == 7
+        assert remembered(Found, ["x"], find).number == 7
         assert kept.read_bytes() == whole
     assert find.asked == 3
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(FOLDER, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
     find = Finder()
-    assert disk_cache.remembered(Found, ["x"], find).number == 7
-    monkeypatch.setenv(FOLDER, "")
-    assert disk_cache.remembered(Found, ["x"], find).number == 7
+    assert remembered(Found, ["x"], find).number == 7
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert remembered(Found, ["x"], find).number == 7
     assert find.asked == 2
 
 

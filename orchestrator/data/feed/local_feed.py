@@ -5,11 +5,10 @@ Every rank of such a group reads and tokenizes the whole stream and takes its sh
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from orchestrator.data.feed.buffers import HeldStep, ReplayBuffer
+from orchestrator.data.loading.loader import Ahead
 from orchestrator.data.packing.samples import draw_step
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
@@ -21,41 +20,6 @@ from orchestrator.records.steps import BatchSlice, StepRange
 
 # Chunks of about a million tokens that are buffered for the packer.
 CHUNKS_AHEAD = 2
-_POLL_S = 0.2
-
-
-class _Reader:
-    """A thread that puts chunks into a short queue, and at last None or the error that ended it."""
-
-    def __init__(self, chunks: Iterator[TokenChunk]) -> None:
-        self.queue: queue.Queue[TokenChunk | Exception | None] = queue.Queue(CHUNKS_AHEAD)
-        self._chunks, self._over = chunks, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chunks", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops the thread after its current chunk."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        last: Exception | None = None
-        try:
-            for chunk in self._chunks:
-                if not self._put(chunk):
-                    return
-        except Exception as error:  # noqa: BLE001  the caller's thread raises it
-            last = error
-        self._put(last)
-
-    def _put(self, item: TokenChunk | Exception | None) -> bool:
-        while not self._over.is_set():
-            try:
-                self.queue.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
 
 
 class InProcessFeed:
@@ -67,7 +31,7 @@ class InProcessFeed:
 
     def __init__(self, spec: DataSpec, replay_bytes: int = 64 << 20) -> None:
         self._spec, self._replay_bytes = spec, replay_bytes
-        self._readers: dict[str, _Reader] = {}  # by source
+        self._readers: dict[str, Ahead[TokenChunk]] = {}  # by source
         self._stream: Stream | None = None
         self._steps = ReplayBuffer(Cursor(), replay_bytes)
 
@@ -105,7 +69,8 @@ class InProcessFeed:
         self._stream = self._spec.stream(cursor)
         self._steps = ReplayBuffer(cursor, self._replay_bytes)
         self._readers = {
-            plan.source: _Reader(self._spec.chunks(cursor, plan.source)) for plan in self._spec.plans
+            plan.source: Ahead(self._spec.chunks(cursor, plan.source), CHUNKS_AHEAD, "chunks")
+            for plan in self._spec.plans
         }
 
     def _draw(self, step: StepRange) -> HeldStep:
@@ -119,7 +84,7 @@ class InProcessFeed:
         return self._steps.append(step, draw_step(self._stream, step, self._next_chunk))
 
     def _next_chunk(self, source: str) -> TokenChunk | None:
-        chunk = self._readers[source].queue.get()
-        if isinstance(chunk, Exception):
-            raise chunk
-        return chunk
+        try:
+            return self._readers[source].take()
+        except StopIteration:
+            return None

@@ -20,7 +20,6 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import DEFAULT, WITH_TOOLS, read_chat_template
-from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.tokenizer_json import (
     ADVERSARIAL_TEXTS,
     ADVERSARIAL_VERSION,
@@ -29,6 +28,7 @@ from orchestrator.data.tokens.tokenizer_json import (
 )
 from orchestrator.errors import ConfigError
 from orchestrator.json_form import decode, encode
+from orchestrator.storage.home import remembered
 
 RESOLVED = "transformers.json"
 VERSION = 1

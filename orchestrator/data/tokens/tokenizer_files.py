@@ -17,7 +17,6 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
-from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.resolved import (
     CODE,
     RESOLVED,
@@ -45,7 +44,7 @@ from orchestrator.data.tokens.tiktoken_sentencepiece import (
 from orchestrator.data.tokens.tokenizer_json import added_tokens, laid_out, parse
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.home import expanded
+from orchestrator.storage.home import expanded, remembered
 from orchestrator.storage.open import open_storage, small_files, split
 
 # The files that are copied into a run: everything that transformers reads to build the tokenizer, no weights.

@@ -17,7 +17,7 @@ import orjson
 from typing_extensions import override
 
 from orchestrator.data.common.settings import CHECK_ONE_IN
-from orchestrator.data.sources.access.code_records import BASE, CodeRecords
+from orchestrator.data.sources.access.input_file import BASE, CodeRecords
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
 from orchestrator.data.sources.lists.file_rows import Cut

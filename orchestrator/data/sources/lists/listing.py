@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.sources.access.code_records import BASE, CodeRecords
+from orchestrator.data.sources.access.input_file import BASE, CodeRecords
 from orchestrator.data.sources.access.matches import (
     Matches,
     RealFile,

@@ -16,8 +16,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from orchestrator.data.sources.access.code_records import CodeRecords
-from orchestrator.data.sources.access.input_file import InputFile, open_input
+from orchestrator.data.sources.access.input_file import CodeRecords, InputFile, open_input
 from orchestrator.data.sources.formats import Format, UserFormat, format_of, recorded_format, user_format
 from orchestrator.data.sources.lists.file_rows import VERSION, Cut, FileRow, Files
 from orchestrator.data.sources.lists.listing import Listing, list_files, require_regular
