@@ -98,7 +98,7 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
         checking, kept = told(example)
     left = f"{folder.parent} is left of a replay that was killed"
     assert checking == f"{folder.parent}: checking for 1 s whether its launch still runs"
-    assert kept == f"note: {left}, and its launch still runs: kept"
+    assert kept == f"note: {folder.parent}, left by a killed replay, is kept because its launch still runs"
     assert folder.exists()
     assert told(example) == [checking, f"removed {folder.parent}, left of a replay that was killed"]
     assert scratch_folders(example) == []
