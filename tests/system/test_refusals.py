@@ -103,7 +103,7 @@ def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
         ["20 logical CPUs", "20 workers × 1", "5 of 5"],
         cluster__num_workers=20,
     )
-    refused(job, ResourceError, "cluster.too_small", ["2 GPUs", "0 "], cluster__use_gpu=True)
+    refused(job, ResourceError, "cluster.too_small", ["2 GPUs", " 0 "], cluster__use_gpu=True)
 
 
 def test_what_a_node_has_free_is_known_without_rays_private_table_too(
