@@ -100,8 +100,7 @@ class Launch:
         self._start = self._claimed(attempt, point, step)
         self._start = dataclasses.replace(
             self._start,
-            max_workers=8,
-            expected=first_size,
+            size=GroupSize(min_workers=1, max_workers=8, expected=first_size),
             max_failures=max_failures,
             rendezvous=settings,
             storage_limit_s=storage_limit_s,
