@@ -392,7 +392,7 @@ def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing
 ) -> None:
     async def hours() -> object:
         now = 0.0
-        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0, stall_s=600.0, now=lambda: now)
+        feeder = FeederWithoutPipeline("launch", pinned(spec), pool(1), 0, stall_s=600.0, now=lambda: now)
 
         async def wake() -> None:
             await feeder.open("launch", (1, 1), Cursor())
@@ -423,7 +423,7 @@ def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_e
     spec: DataSpec,
 ) -> None:
     async def read_twice() -> object:
-        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        feeder = FeederWithoutPipeline("launch", pinned(spec), pool(1), 0)
         await feeder.open("launch", (1, 1), Cursor())
         task = await feeder.slot(1, 0)
         assert task is not None
@@ -433,7 +433,7 @@ def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_e
         return await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)
 
     async def open_behind_the_data() -> object:
-        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        feeder = FeederWithoutPipeline("launch", pinned(spec), pool(1), 0)
         await feeder.open("launch", (1, 1), Cursor(sources={"stdlib": SourceCursor(block=999)}))
         return await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)
 
@@ -449,7 +449,7 @@ def test_an_answer_that_is_not_urgent_waits_for_more_steps_and_never_for_what_ca
 
     async def answers(replay_bytes: int, num_chunks: int) -> tuple[Any, bool]:
         """What comes of two steps, and whether it came before the last of so many chunks."""
-        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, replay_bytes)
+        feeder = FeederWithoutPipeline("launch", pinned(spec), pool(1), replay_bytes)
         await feeder.open("launch", (1, 1), Cursor())
         chunks = spec.chunks(Cursor(), "stdlib")
         first, second = next(chunks), next(chunks)
@@ -479,7 +479,7 @@ def test_what_becomes_of_a_slot_of_a_place_that_was_left_is_nobodys_concern(
     spec: DataSpec, samples: list[Any]
 ) -> None:
     async def leave() -> object:
-        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        feeder = FeederWithoutPipeline("launch", pinned(spec), pool(1), 0)
         await feeder.open("launch", (1, 1), Cursor())
         left = await feeder.slot(1, 0)
         assert left is not None
@@ -504,7 +504,7 @@ def test_a_pipeline_that_does_not_get_over_the_place_before_is_begun_anew_once(
     spec: DataSpec, samples: list[Any], says_so: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lose() -> object:
-        feeder, cursor = FeederWithoutPipeline("launch", pinned(spec), 1, 0), samples[99].cursor
+        feeder, cursor = FeederWithoutPipeline("launch", pinned(spec), pool(1), 0), samples[99].cursor
         await feeder.open("launch", (1, 1), Cursor())
         assert await feeder.slot(1, 0) is not None
         await feeder.open("launch", (1, 2), cursor)
@@ -541,7 +541,7 @@ def test_while_the_list_of_the_next_epoch_is_made_ranks_get_what_is_there(
     monkeypatch.setattr(Listed, "now", slowly)
 
     async def take() -> object:
-        feeder = FeederWithoutPipeline("launch", pinned(of_run), 1, 0)
+        feeder = FeederWithoutPipeline("launch", pinned(of_run), pool(1), 0)
         await feeder.open("launch", (1, 1), Cursor())
         task = await feeder.slot(1, 0)
         assert task == WindowTask(source="made", epoch=0, block=0)

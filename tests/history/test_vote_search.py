@@ -24,6 +24,7 @@ from orchestrator.checkpoint.points import point_files, sealed_votes
 from orchestrator.checkpoint.points.points import random_numbers
 from orchestrator.checkpoint.points.sealed_votes import keep_vote
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import begin_launch as beginning
 from orchestrator.coordinator.attempt.begin_launch import begin_launch
@@ -33,6 +34,7 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.claim_files import RESUME
 from orchestrator.history.claims.lineage import Lineage
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.launch.start import run_preparation
 from orchestrator.records.points import ReplicaDigests, Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.disk import Disk
@@ -102,6 +104,16 @@ def scene(
 
 
 Make = Callable[..., Scene]
+
+
+@pytest.fixture(scope="module")
+def job(tiny_config: Any) -> JobConfig:
+    return parse_config(tiny_config({"train.max_steps": 100_000}))
+
+
+@pytest.fixture(scope="module")
+def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return run_preparation.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture

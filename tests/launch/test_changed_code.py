@@ -35,7 +35,7 @@ class Of(Runner):
         super().__init__({**mapping, "run": run, "resume": {**mapping["resume"], **resume}})
 
     def another(self, name: str, **resume: str) -> Of:
-        return Of(self._mapping, name, **resume)
+        return Of(self.mapping, name, **resume)
 
     def begin(self, *args: Any, **data: Any) -> Any:
         """As an attempt that trains."""

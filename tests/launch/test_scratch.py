@@ -96,7 +96,6 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
         assert told(example) == [], "it lives"
     with beating(store_of(folder).heartbeat(1), 0.1):  # its launch, for a while
         checking, kept = told(example)
-    left = f"{folder.parent} is left of a replay that was killed"
     assert checking == f"{folder.parent}: checking for 1 s whether its launch still runs"
     assert kept == f"note: {folder.parent}, left by a killed replay, is kept because its launch still runs"
     assert folder.exists()

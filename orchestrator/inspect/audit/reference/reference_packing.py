@@ -1,9 +1,11 @@
 """Repeats the packing for an audit: chunks of tokens in, a step's samples and cursors out.
 
 It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), and holds T and the beginnings of
-documents and pieces in it as plain arrays. It shares no code with the trainer's packer (`stream`, `segments`,
-`step_samples`), so that a fault there cannot hide here. `tests/inspect/test_reference_packing.py` checks
-both.
+documents and pieces in it as plain arrays. It does not hold whole documents, because a document may be larger
+than memory. It makes the cursor of every step, because the journal's cursors are compared, too.
+
+It shares no code with the trainer's packer (`stream`, `segments`, `step_samples`), so that a fault there
+cannot hide here. `tests/inspect/test_reference_packing.py` checks both.
 """
 
 from __future__ import annotations
