@@ -162,15 +162,22 @@ def assert_same_training(job: Job, unbroken: tuple[str, list[float]]) -> None:
 
 def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
     """Calls `act` once, as soon as the journal has `step`; join the thread after the launch."""
+    return _when(lambda: bool(records := job.run.records()) and records[-1].step >= step, act)
 
+
+def when_saved(job: Job, act: Callable[[], None]) -> threading.Thread:
+    """Calls `act` once, as soon as the run has a resume point; join the thread after the launch."""
+    return _when(lambda: bool(job.run.list_points()), act)
+
+
+def _when(true: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
     def watch() -> None:
         never = threading.Event()
         for _ in range(int(LIMIT_S / 0.05)):
-            try:
-                steps = job.run.records()
-            except orchestrator.OrchestratorError:
-                steps = ()
-            if steps and steps[-1].step >= step:
+            is_true = False
+            with suppress(orchestrator.OrchestratorError):  # the run has not begun
+                is_true = true()
+            if is_true:
                 act()
                 return
             never.wait(0.05)

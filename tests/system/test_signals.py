@@ -20,7 +20,7 @@ import yaml
 from orchestrator.cluster.machine import Process, descendants, process_start
 from orchestrator.inspect.run import Run
 from tests.ports import free_ports
-from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
+from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_saved, when_step
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_sigusr1_saves_and_sigterm_to_every_process_saves_and_stops_with_nothing
 
     watches = [
         when_step(job, 3, lambda: to_all(signal.SIGUSR1)),
-        when_step(job, 60, lambda: to_all(signal.SIGTERM)),
+        when_saved(job, lambda: to_all(signal.SIGTERM)),
     ]
     out, err = driver.communicate(timeout=LIMIT_S)
     for watch in watches:

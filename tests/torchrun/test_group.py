@@ -13,7 +13,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
-from tests.system.harness import Job, assert_exactly_once, when_step
+from tests.system.harness import Job, assert_exactly_once, when_saved, when_step
 from tests.torchrun.ranks import ranks
 
 pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.timeout(900)]
@@ -74,7 +74,7 @@ def test_signals_to_rank_0_save_and_stop_and_all_ranks_end_with_0(job: Job, tmp_
         pid = group.processes[0].pid
         assert pid is not None
         when_step(job, 3, lambda: os.kill(pid, signal.SIGUSR1)).join()
-        when_step(job, 10, lambda: os.kill(pid, signal.SIGTERM)).join()
+        when_saved(job, lambda: os.kill(pid, signal.SIGTERM)).join()
         assert group.end(LIMIT_S) == [0, 0], group.said()
         said = group.said()
     assert "SIGUSR1: saving after this step" in said
