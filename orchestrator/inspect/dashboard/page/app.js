@@ -2001,7 +2001,7 @@ document.addEventListener('alpine:init', () => {
 		placeMore() {
 			return this.a.point === null
 				? 'the first token of the stream is next'
-				: 'the same: goes on at exactly the next unread token';
+				: 'the same: continues at exactly the next unread token';
 		},
 		lrMore() {
 			return this.a.lr_before === null
