@@ -19,7 +19,6 @@ from orchestrator.errors import CoordinatorSilentError, ElasticError, Orchestrat
 from orchestrator.faults import hook
 from orchestrator.launch.capacity.capacity import without_memory_points
 from orchestrator.launch.member.calls import UnansweredError
-from orchestrator.launch.process.stop_signals import grace_left_s
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.paused_gc import paused_gc
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
-SETTLE_LIMIT_S = 300.0  # how long a finished run waits for older points to be verified or deleted
-TO_END_S = 5.0  # the part of a rank's grace time that it needs to end
 _GIVE_UP_S = 2.0  # how long an interrupted rank 0 waits for the end to be noted
 _ANSWER_S = 30.0  # a live coordinator answers sooner
 _STATUS_S = 5.0
@@ -144,16 +141,15 @@ class Member:
             raise ElasticError(status.reason, code=status.code)
         return status
 
-    def settle(self) -> bool:
-        """Waits until older points are verified and deleted, up to `SETTLE_LIMIT_S`.
+    def settle(self, limit_s: float) -> bool | None:
+        """Waits until older points are verified and deleted; False if that takes longer than `limit_s`.
 
-        After SIGTERM the limit is the grace time, less `TO_END_S`. False if that was not long enough.
+        None if the coordinator does not answer.
         """
-        limit_s = min(SETTLE_LIMIT_S, max(0.0, grace_left_s() - TO_END_S))
         try:
             return bool(self.calls.call("settle", (limit_s,), limit_s + _ANSWER_S))
         except UnansweredError:
-            return False
+            return None
 
     # ---- inside
     def _end(self) -> RunStatus:

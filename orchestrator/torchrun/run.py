@@ -38,7 +38,7 @@ from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.coordinator_process import HostedCoordinator
 from orchestrator.torchrun.launch_watch import LaunchWatch
-from orchestrator.torchrun.member import SETTLE_LIMIT_S, GroupStart, Member
+from orchestrator.torchrun.member import GroupStart, Member
 from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
 from orchestrator.trainer.dry_run.model_dry_run import require_model
 from orchestrator.trainer.interfaces.job import Outcome
@@ -207,11 +207,7 @@ def _attempt(rendezvous: StoreRendezvous, context: LaunchContext, watched: int) 
             if isinstance(found, RunStatus):
                 return found
             status = member.require_ended(watch.end())
-            if not member.settle():
-                progress.say(
-                    f"warning: storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "
-                    "the run ends without waiting for it. Nothing that was committed is lost"
-                )
+            launch_report.wait_for_points(member.settle, progress.say)
         if status.ended == "done":
             why = launch_report.why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")

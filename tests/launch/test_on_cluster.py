@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from typing import Any
 
 import pytest
 
-from orchestrator.launch.process.launch_report import next_commands, say_end, trained_again
+from orchestrator.launch.process import launch_report
+from orchestrator.launch.process.launch_report import next_commands, say_end, trained_again, wait_for_points
 from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.records.run_status import RunStatus
 from tests.elastic.builders import status
 from tests.launch.runner import Runner
@@ -98,3 +102,38 @@ def test_an_end_at_a_storage_that_cannot_be_read_says_what_is_not_known(
     assert re.search(rf"points/{point} \(whether it is there is not known: .*run.json", said)
     assert "orchestrator points" not in said
     assert left == point
+
+
+@pytest.mark.parametrize(
+    ("answers", "limit_s", "warned"),
+    [
+        ([False, False, True], 300.0, False),  # points were still being deleted
+        ([None], 300.0, True),  # the coordinator is gone
+        ([False] * 3, 0.0, True),
+    ],
+)
+def test_a_launch_that_ended_waits_for_the_points_that_are_deleted_and_says_when_it_does_not(
+    answers: list[bool | None], limit_s: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_report, "SETTLE_LIMIT_S", limit_s)
+    left, said = list(answers), list[str]()
+    wait_for_points(lambda most_s: left.pop(0), said.append)
+    assert bool(said) == warned
+    assert left == (answers if not limit_s else []), "it asks until the answer is final"
+
+
+def test_a_signal_that_comes_while_points_are_deleted_shortens_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "1")  # less than what the end itself needs
+    asked, said = list[float](), list[str]()
+
+    def settle(most_s: float) -> bool:
+        asked.append(most_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    with stop_on_signals(said.append, said.append, lambda text: None):
+        wait_for_points(settle, said.append)
+    assert len(asked) == 1
+    assert "without waiting for it" in said[-1]

@@ -26,12 +26,11 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_outline
-from orchestrator.launch.process.stop_signals import grace_left_s
+from orchestrator.launch.process.stop_signals import last_wait_s
 
 LOOK_EVERY_S = 1.0
 _REFUSED = 3  # exit code of an export whose last line is the reason
 LAST_LIMIT_S = 600.0  # how long the end of a launch waits for a running export
-TO_END_S = 5.0  # the part of its grace time that the launch needs to end
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[s
         exports.cut_off()
         raise
     exports.over.set()
-    limit_s = min(LAST_LIMIT_S, max(0.0, grace_left_s() - TO_END_S))
+    limit_s = last_wait_s(LAST_LIMIT_S)
     thread.join(limit_s)
     if thread.is_alive():
         exports.cut_off()

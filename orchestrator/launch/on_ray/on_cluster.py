@@ -38,7 +38,7 @@ from orchestrator.launch.capacity.cluster_inventory import node_facts
 from orchestrator.launch.on_ray.machine_check import packages_here
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from orchestrator.launch.on_ray.worker import WorkerTask, train_function
-from orchestrator.launch.process.launch_report import say_end, why_done
+from orchestrator.launch.process.launch_report import say_end, wait_for_points, why_done
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import SignalledError, stop_on_signals
 from orchestrator.launch.start import run_preparation as starting
@@ -47,6 +47,7 @@ from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
 
+SETTLE_ANSWER_S = 30.0  # a live coordinator answers sooner
 GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
 
 
@@ -103,6 +104,8 @@ def supervise(
                 if not supervisor.has_trained:
                     _give_up(coordinator, error, "stopped")
                 raise
+            if status.ended != "failed":
+                wait_for_points(partial(_settled, coordinator), progress.say)
         if is_damaged_load(status):
             return status  # the start continues an older point
         if status.ended == "done":
@@ -165,6 +168,16 @@ def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") ->
     with suppress(RayError):
         ray.get(coordinator.end.remote(outcome, text_of(error), code_of(error)), timeout=GIVE_UP_S)
     ray.kill(coordinator, no_restart=True)
+
+
+def _settled(coordinator: Any, limit_s: float) -> bool | None:
+    """Waits until the coordinator has nothing left to verify or delete; False after `limit_s`, None if it
+    does not answer.
+    """
+    try:
+        return bool(ray.get(coordinator.settle.remote(limit_s), timeout=limit_s + SETTLE_ANSWER_S))
+    except RayError:  # also `GetTimeoutError`
+        return None
 
 
 def _shower(progress: Progress, limits: LaunchLimits, feeder: Any) -> Callable[[RunStatus], None]:

@@ -7,6 +7,7 @@ are, and what to try next. It mentions only what still exists.
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.launch.capacity.capacity import choice_note
 from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.stop_signals import last_wait_s
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.run_status import RunStatus
@@ -119,6 +121,31 @@ def data_have_ended(job: JobConfig, *, already: bool) -> str:
         what = "the data had ended before, at the resume point that it continued"
         return f"{what} ({', '.join(limits)}): to train on, {ways}"
     return f"the data have ended ({', '.join(limits)}); to go on, {ways}"
+
+
+SETTLE_LIMIT_S = 300.0  # how long a launch that has ended waits for points to be verified or deleted
+_SETTLE_SLICE_S = 1.0  # a signal shortens the wait after this time
+
+
+def wait_for_points(settle: Callable[[float], bool | None], say: Callable[[str], None]) -> None:
+    """Waits until the coordinator has verified and deleted older points, so that the last launch of a run
+    leaves none behind, on nodes' disks either.
+
+    `settle(limit_s)` waits that long and returns whether nothing is left; None if the coordinator does not
+    answer, which ends the wait. Waits at most `SETTLE_LIMIT_S`, and after SIGTERM only within the grace time.
+    """
+    began = time.monotonic()
+    while (left_s := last_wait_s(began + SETTLE_LIMIT_S - time.monotonic())) > 0.0:
+        settled = settle(min(left_s, _SETTLE_SLICE_S))
+        if settled:
+            return
+        if settled is None:
+            break
+    waited_s = time.monotonic() - began
+    say(
+        f"warning: storage has not verified or deleted older points for {waited_s:.0f} s; the run ends "
+        "without waiting for it. The next start deletes them; nothing that was committed is lost"
+    )
 
 
 END_LOOK_S = 5.0  # how long the end waits for a storage that may hang

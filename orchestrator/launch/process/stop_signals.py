@@ -19,6 +19,7 @@ from orchestrator.history.request_files import asker
 # Assumed if the sender of SIGTERM gives no other time: Kubernetes, Slurm and torchrun send SIGKILL after 30
 # s.
 GRACE_S = 30.0
+TO_END_S = 5.0  # the part of its grace time that a launch needs to end
 
 
 class SignalledError(KeyboardInterrupt):
@@ -82,6 +83,13 @@ def grace_left_s() -> float:
     `GRACE_S` if that is not set.
     """
     return max(0.0, _Grace.until - time.monotonic())
+
+
+def last_wait_s(limit_s: float) -> float:
+    """How long a launch that has ended may wait for optional work: at most `limit_s`, and after SIGTERM at
+    most the grace time that is left, less `TO_END_S`.
+    """
+    return min(limit_s, max(0.0, grace_left_s() - TO_END_S))
 
 
 @contextmanager
