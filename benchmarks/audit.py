@@ -37,8 +37,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange, StepRecord

@@ -37,9 +37,9 @@ from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.claims.lineage import effective_chain, effective_history
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal, read_outline
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import encode

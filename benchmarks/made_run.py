@@ -32,8 +32,8 @@ from orchestrator.data.sources.lists.file_rows import Files
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import STEP, JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings

@@ -4,12 +4,17 @@ Documents, file names, journal lines, pins and the errors of workers are data fr
 their control characters: it changes its title, its clipboard and lines that are already shown. Every text
 for people passes `visible` before it is written to a terminal or a log file; `--json` escapes by JSON's own
 rules.
+
+The `html_` functions make small static HTML for notebooks: facts and tables, every text escaped. It needs no
+script and no network, so a saved notebook keeps its look.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
 
 
 def span(seconds: float | None) -> str:
@@ -97,3 +102,47 @@ def visible_json(document: str) -> str:
 def _as_json(found: re.Match[str]) -> str:
     units = found[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+_CELL = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
+_MUTED = "opacity:.65"
+
+
+def html_page(title: str, *parts: str) -> str:
+    """A heading and the content below it; `parts` are HTML already."""
+    return f"<div><p style='margin:4px 0'><b>{escape(title)}</b></p>{''.join(parts)}</div>"
+
+
+def html_facts(pairs: Iterable[tuple[str, Any]]) -> str:
+    """A line per (name, value), without those whose value is None or empty."""
+    rows = "".join(
+        f"<tr><td style='{_CELL};{_MUTED}'>{escape(name)}</td><td style='{_CELL}'>{_html(value)}</td></tr>"
+        for name, value in pairs
+        if value is not None and value != ""
+    )
+    return f"<table style='border-collapse:collapse'>{rows}</table>" if rows else ""
+
+
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A head and a row per item; empty if there is no row."""
+    head = "".join(f"<th style='{_CELL};{_MUTED};font-weight:normal'>{escape(name)}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{_CELL}'>{_html(value)}</td>" for value in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table style='border-collapse:collapse'><tr>{head}</tr>{body}</table>" if body else ""
+
+
+def html_lines(texts: Iterable[str]) -> str:
+    """A paragraph per sentence."""
+    return "".join(f"<p style='margin:2px 0'>{escape(text)}</p>" for text in texts)
+
+
+def _html(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return escape(f"{value:,}" if isinstance(value, int) else str(value))

@@ -27,10 +27,9 @@ from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claims.claim_files import AttemptEnd
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
-from orchestrator.history.finding_files import Finding, audit_result, verify_result
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics.declared import metrics_table
-from orchestrator.history.request_files import Request
+from orchestrator.history.numbered_files import Finding, Request, audit_result, verify_result
 from orchestrator.inspect.frames import columns_table
 from orchestrator.inspect.status.view import RunView
 from orchestrator.launch.process.progress import Progress

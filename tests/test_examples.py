@@ -26,10 +26,9 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import Format1Error, LaterFormatError, OrchestratorError
-from orchestrator.history.finding_files import FindingFiles
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.request_files import RequestFiles
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import FindingFiles, RequestFiles
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.example_runs import EXAMPLES, NEWEST, ORPHAN, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in

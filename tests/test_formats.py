@@ -31,9 +31,8 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
 from orchestrator.history.claims.claim_files import read_starts
-from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.request_files import RequestFiles
+from orchestrator.history.numbered_files import FindingFiles, RequestFiles
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode

@@ -18,7 +18,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "json_form", "records", "faults", "paused_gc", "html_text", "terminal_text", "text"},
+    {"errors", "json_form", "records", "faults", "paused_gc", "terminal_text", "text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -38,7 +38,6 @@ WITHOUT_RAY_AND_TORCH = (
     "records/",
     "faults.py",
     "paused_gc.py",
-    "html_text.py",
     "text.py",
     "config/",
     "storage/",
@@ -70,7 +69,7 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/capacity/placement_check.py",
     "launch/start/preview.py",
     "launch/member/phase_reports.py",
-    "launch/member/calls.py",
+    "launch/member/coordinator_calls.py",
     "launch/start/run_preparation.py",
     "launch/process/stop_signals.py",
     "launch/process/progress.py",

@@ -30,7 +30,7 @@ def pin(
     json: Json = False,
 ) -> None:
     """Keep a resume point until it is unpinned. Neither retention nor --prune deletes it."""
-    from orchestrator.history.request_files import asker
+    from orchestrator.history.numbered_files import asker
     from orchestrator.inspect.run import open_run
 
     hold = open_run(run).pin(point, why)

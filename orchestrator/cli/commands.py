@@ -16,7 +16,7 @@ from typing import TextIO, cast
 
 import typer
 
-from orchestrator.cli import change, inspect, start, weights
+from orchestrator.cli import change, inspect, start
 from orchestrator.cli.shared import add_exit_codes, app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import ERROR_FILE, OrchestratorError, error_document
@@ -90,7 +90,6 @@ __all__ = [
     "inspect",
     "main",
     "start",
-    "weights",
 ]
 
 add_examples(app)

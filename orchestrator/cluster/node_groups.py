@@ -19,10 +19,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.machine import process_state
+from orchestrator.cluster.machine import ProcessLook, look_at_process, process_state
 from orchestrator.cluster.ray_inventory import PLACEMENT_GROUPS
 from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
-from orchestrator.cluster.starvation import ProcessLook, look_at_process
 from orchestrator.paused_gc import paused_gc
 
 # Interval at which Ray Train's controller polls its workers. It determines how soon a dead worker's

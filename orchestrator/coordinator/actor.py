@@ -20,7 +20,7 @@ from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator import launch_driver
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.checked_machine import checked
@@ -29,9 +29,9 @@ from orchestrator.coordinator.launch_driver import LaunchDriver
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.request_files import STOP
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import STOP
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,

@@ -22,8 +22,7 @@ from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import NODE_DIED
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_loaded, write_down_end
+from orchestrator.coordinator.attempt.attempt import Attempt, note_loaded, write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.machine.launch_actions import (
@@ -46,10 +45,10 @@ from orchestrator.faults import Hook
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.claims.liveness import Pulse
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics.metric_log import MetricLogs
-from orchestrator.history.request_files import RequestFiles
+from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, RunOver

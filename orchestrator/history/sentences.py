@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from orchestrator import errors
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
 from orchestrator.records.run_status import CODE, PEERS, GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "

@@ -20,15 +20,14 @@ from orchestrator.errors import (
     RefusedError,
     StorageError,
 )
-from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, VERIFY, Finding, FindingFiles, asker
 from orchestrator.inspect import frames
 from orchestrator.inspect.run_control import Reply, SentRequest, unheard
 from orchestrator.inspect.status.orphans import Pruned, orphans_of, prune, release
 from orchestrator.inspect.status.point_rows import names_of, point_rows, standing, verified_point
+from orchestrator.inspect.status.snapshot import GONE
 from orchestrator.inspect.status.status_reader import look_at, since_it_moved
-from orchestrator.inspect.status.verdict import GONE
 from orchestrator.inspect.status.verifying import NoVerifyProgress, Verifying, VerifyProgress, done_before
 from orchestrator.inspect.status.view import Quiet, RunView, not_watched
 from orchestrator.records.steps import StepRecord
@@ -281,7 +280,7 @@ class Run:
 
     def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
         """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
-        by themselves. `what` is audit or verify, `result` as `history.finding_files` makes it. Raises
+        by themselves. `what` is audit or verify, `result` as `history.numbered_files` makes it. Raises
         `StorageError` where this process may not write there.
         """
         newest = max(self._store.claim_numbers(), default=0)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import RefusedError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines, Line
-from orchestrator.history.request_files import RequestFiles
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.planning.resume.resume_plan import ResumePlan
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.run_control import Reply, unheard
-from orchestrator.inspect.status.verdict import FAILED, STARTING
+from orchestrator.inspect.status.snapshot import FAILED, STARTING
 from orchestrator.inspect.status.view import Quiet, RunView
 from orchestrator.storage.open import join, open_storage
 

@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from orchestrator import html_text
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.trained_code import code_changes
+from orchestrator.coordinator.attempt.forking import code_changes
 from orchestrator.errors import (
     ConfigError,
     DataIdentityError,
@@ -35,11 +34,12 @@ from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.launch_context import LaunchContext
+from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
+from orchestrator.text import html_facts, html_page
 from orchestrator.trainer.dry_run.model_dry_run import is_to_try, require_model
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         """For notebooks: how it ended, and where the run stands."""
-        return html_text.page(f"{self.run_uri}: {self.outcome}", html_text.facts(asdict(self).items()))
+        return html_page(f"{self.run_uri}: {self.outcome}", html_facts(asdict(self).items()))
 
 
 def train(

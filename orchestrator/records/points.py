@@ -117,7 +117,7 @@ class Vote:
 
     `files`: the one file of this rank (`checkpoint.files.part_file`).
     `layout`: (num_shards, num_replicas).
-    `sums`: for each group the sum of the rows in that file (`planning.state.weights_sum`).
+    `sums`: for each group the sum of the rows in that file (`planning.state.state_layout`).
     `tensors`: of the whole state, listed by rank 0 only, in the order by which `planning.state.state_layout`
     divides them.
     `part_s`: from the begin of the save to this vote.

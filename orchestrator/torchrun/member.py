@@ -18,7 +18,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import CoordinatorSilentError, ElasticError, OrchestratorError, code_of, text_of
 from orchestrator.faults import hook
 from orchestrator.launch.capacity.capacity import without_memory_points
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.coordinator_calls import UnansweredError
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.paused_gc import paused_gc

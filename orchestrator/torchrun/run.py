@@ -19,7 +19,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.trained_code import code_changes
+from orchestrator.coordinator.attempt.forking import code_changes
 from orchestrator.elastic.formation import GroupSize
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.json_form import decode, encode
@@ -31,13 +31,12 @@ from orchestrator.launch.process.safe_output import Screen, let_go, output_never
 from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.launch_context import LaunchContext
+from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.launch.start.preview import plan_older_point
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.coordinator_process import HostedCoordinator
-from orchestrator.torchrun.launch_watch import LaunchWatch
+from orchestrator.torchrun.coordinator_process import HostedCoordinator, LaunchWatch
 from orchestrator.torchrun.member import GroupStart, Member
 from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
 from orchestrator.trainer.dry_run.model_dry_run import require_model

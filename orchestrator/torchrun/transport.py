@@ -26,7 +26,7 @@ from typing import Any
 from typing_extensions import override
 
 from orchestrator.errors import ElasticError, text_of
-from orchestrator.launch.member.calls import Calls, UnansweredError
+from orchestrator.launch.member.coordinator_calls import Calls, UnansweredError
 
 CONNECT_S = 60.0  # how long a rank tries to connect; the coordinator's process begins meanwhile
 SILENT_S = 60.0  # the connection ends if the other machine acknowledges nothing for this long
@@ -73,7 +73,7 @@ def _watch_peer(connection: socket.socket) -> None:
 
 
 class SocketCalls(Calls):
-    """`launch.member.calls.Calls` of the member `name` to the coordinator at `host`:`port`.
+    """`launch.member.coordinator_calls.Calls` of the member `name` to the coordinator at `host`:`port`.
 
     Used by several threads. The end of the connection is final: each call raises `UnansweredError` then.
     """

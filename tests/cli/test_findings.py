@@ -9,7 +9,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import StorageError
-from orchestrator.history.finding_files import FindingFiles, newest_audit, verified_points
+from orchestrator.history.numbered_files import FindingFiles, newest_audit, verified_points
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 NEWEST = "00000010-a0003-g0001"

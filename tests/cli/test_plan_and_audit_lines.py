@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.inspect import replay_lines
 from orchestrator.cli.tables import audit_lines, plan_lines
-from orchestrator.cli.weights import replay_lines
 from orchestrator.launch.api import plan
 from orchestrator.launch.replay.replay import Replayed
 from orchestrator.planning.resume.identity import Difference

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cluster.starvation import (
+from orchestrator.cluster.machine import (
     ProcessLook,
     Silence,
     Thread,

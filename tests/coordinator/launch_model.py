@@ -25,8 +25,8 @@ from orchestrator.elastic.formation import Form, Formation, GroupSize, PreviousG
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.claims.lineage import Lineage, effective_history
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,

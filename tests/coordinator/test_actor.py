@@ -27,9 +27,9 @@ from orchestrator.data.feed.feed_reports import BadDocument, FeedNotes
 from orchestrator.errors import StorageError, UnsavedError, report_of
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.request_files import STOP_NOW, Request
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import STOP_NOW, Request
 from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.process.progress import Progress

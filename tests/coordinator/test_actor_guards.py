@@ -18,8 +18,8 @@ from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.membership import GenerationView, MachineProof, StillWaiting
 from orchestrator.records.run_status import Doing
 from orchestrator.records.steps import StateKey

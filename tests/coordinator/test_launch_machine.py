@@ -15,8 +15,8 @@ from orchestrator.elastic.failure import FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, RunOver, Source

@@ -17,8 +17,8 @@ from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import process as process_module
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.history.claims.claim_files import RESTARTED, START
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.disk import OsDisk

@@ -14,7 +14,7 @@ from orchestrator.coordinator.machine.launch_machine import LaunchMachine
 from orchestrator.elastic.failure import FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, GroupSize
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.coordinator.machine.requests import SAVE_AGAIN_S, RequestAnswer, Requests
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.steps import StateKey
 
 

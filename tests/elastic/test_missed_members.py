@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from orchestrator.cluster.starvation import ProcessLook, Thread
+from orchestrator.cluster.machine import ProcessLook, Thread
 from orchestrator.elastic.supervision.missed_members import AGENT_LIMIT_S, LOOK_EVERY_S, MissedMembers
 from orchestrator.records.run_status import MemberInfo
 

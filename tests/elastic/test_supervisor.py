@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.cluster.starvation import ProcessLook, Thread
+from orchestrator.cluster.machine import ProcessLook, Thread
 from orchestrator.elastic.supervision import supervisor as module
 from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import CoordinatorSilentError, ElasticError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from tests.coordinator.builders import JOIN
 from tests.elastic.in_process import Driver
 from tests.raising import raises

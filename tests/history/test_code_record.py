@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.history.journal.code_record import Code, changes, code_of, files_of, newest_record
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.storage.files import Storage
 from tests.planning.jobs import job

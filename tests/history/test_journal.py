@@ -14,10 +14,9 @@ import pytest
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.history.claims.segments import read_first
 from orchestrator.history.journal import journal_reader as reader
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal, read_outline
 from orchestrator.history.journal.journal_writer import OWN_FIELDS, JournalWriter
-from orchestrator.history.journal.line_format import FIRST, line_bytes, parse_line
+from orchestrator.history.journal.line_format import FIRST, EventKind, line_bytes, parse_line
 from orchestrator.inspect.status.tail import read_tail
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.records.steps import StepRecord

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage

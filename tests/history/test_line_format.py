@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.segments import piece_path, read_first, segment_path
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_reader import (
     beginning_of,
@@ -28,7 +27,14 @@ from orchestrator.history.journal.journal_reader import (
     read_outline,
 )
 from orchestrator.history.journal.journal_writer import JournalWriter, check_copy
-from orchestrator.history.journal.line_format import FIRST, FORMAT, LaterLineError, line_bytes, parse_line
+from orchestrator.history.journal.line_format import (
+    FIRST,
+    FORMAT,
+    EventKind,
+    LaterLineError,
+    line_bytes,
+    parse_line,
+)
 from orchestrator.inspect.status.tail import read_tail
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.storage.files import Storage

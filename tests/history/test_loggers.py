@@ -20,7 +20,7 @@ from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import ConfigError, RefusedError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics import loggers, metric_log
 from orchestrator.history.metrics.declared import Sample
 from orchestrator.history.metrics.loggers import SavedHistory, require_loggers

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics import metric_log
 from orchestrator.history.metrics.declared import METRICS, PER_STEP, Meter, Sample
 from orchestrator.history.metrics.metric_log import FOLDER, EventFile, MetricLog, TensorBoard, crc32c

@@ -14,10 +14,10 @@ import pytest
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.segments import piece_path, read_first, read_from, segment_path, segments
 from orchestrator.history.journal import segment_log
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_reader import read_journal, read_outline
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.journal.segment_log import SegmentsInPieces
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed, Store

@@ -21,16 +21,15 @@ from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.forking import describe, found_run
 from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault
 from orchestrator.history.claims.claim_files import RESUME, REWIND, START
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter, Listener
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect import run as monitor
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import rewind as rewinding

@@ -12,11 +12,10 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.machine.requests import RequestAnswer
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, START
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.journal.line_format import line_bytes, parse_line
-from orchestrator.history.request_files import SAVE, STOP
+from orchestrator.history.journal.line_format import EventKind, line_bytes, parse_line
+from orchestrator.history.numbered_files import SAVE, STOP
 from orchestrator.inspect import run_control
 from orchestrator.inspect.run_control import SentRequest
 from orchestrator.storage.files import Storage

@@ -18,7 +18,7 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.tokens import chunks
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import RefusedError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.audit import audit_run
 from orchestrator.inspect.audit.audit import audit_history
 from orchestrator.inspect.audit.audit_run import HowToAudit

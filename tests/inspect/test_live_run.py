@@ -15,7 +15,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.survey import LOOKS
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect import run as monitor
 from orchestrator.inspect.run import Run
 from orchestrator.launch.start import preview

@@ -15,7 +15,7 @@ from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.points import COMMIT
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import StorageError
 from orchestrator.inspect.status.point_rows import point_rows, standing

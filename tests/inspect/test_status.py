@@ -13,10 +13,10 @@ import pytest
 
 from orchestrator.cli import commands as cli
 from orchestrator.errors import StorageError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect import run as history
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status import tail, verdict, view
+from orchestrator.inspect.status import snapshot, tail, view
 from orchestrator.inspect.status.view import status_lines
 from orchestrator.storage.disk import OsDisk
 from orchestrator.text import count
@@ -262,7 +262,7 @@ def test_a_frame_says_by_one_clock_for_how_long_no_step_came_and_not_that_of_a_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", LONG_S)
-    for module in (verdict, view):
+    for module in (snapshot, view):
         monkeypatch.setattr(module, "STILL_S", 1e-6)
     attempt = Attempt(runner)
     attempt.begin()

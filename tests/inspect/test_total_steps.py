@@ -15,8 +15,8 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard.runs import Runs
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.steps import StepRecord

@@ -17,8 +17,8 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.encoders import EncoderSpan

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.made_run import note
 from orchestrator.elastic.roster import Roster
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk

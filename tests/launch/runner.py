@@ -12,8 +12,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.claim_files import seal_starts
 from orchestrator.history.journal.journal_writer import JournalWriter

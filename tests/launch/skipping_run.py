@@ -12,8 +12,7 @@ from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.journal_writer import JournalWriter

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.run_file import RUN_FILE
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
-from orchestrator.coordinator.attempt.trained_code import code_changes, trained_code
+from orchestrator.coordinator.attempt.attempt import note_beginning
+from orchestrator.coordinator.attempt.forking import code_changes, trained_code
 from orchestrator.data.common.user_code import reading_only
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import fork as forks

@@ -16,12 +16,12 @@ import pytest
 import orchestrator
 from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import claim_files
 from orchestrator.history.claims.claim_files import seal_starts
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.storage.files import Storage

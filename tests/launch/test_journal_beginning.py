@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.history.journal.journal_reader import JournalEvent, read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.launch import api
 from orchestrator.torchrun import run as torchrun
 from tests.launch.runner import Runner

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt import resume_point_choice
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, survey
 from orchestrator.errors import OrchestratorError, StorageError

@@ -13,7 +13,7 @@ from orchestrator.checkpoint.commit.commit_events import Deleted, DeletePoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.errors import ResumePointError
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.storage.files import Storage

@@ -18,7 +18,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import checked_machine
 from orchestrator.coordinator.checked_machine import checked
 from orchestrator.errors import MachineError, ResumePointError, StorageError
-from orchestrator.launch.on_ray.machine_check import packages_here, require_packages, require_storage
+from orchestrator.launch.on_ray.worker import packages_here, require_packages, require_storage
 from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep

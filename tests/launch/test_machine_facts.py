@@ -11,7 +11,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cluster.machine import gpu_memory_here, memory_bytes
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.launch.capacity.cluster_inventory import known_machines, machines_here, noted_machines
 from orchestrator.launch.process import launch_report

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce, ReadingProgress
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError, WantedPointError

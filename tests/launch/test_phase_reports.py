@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.launch.member.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
+from orchestrator.launch.member.coordinator_calls import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
 from orchestrator.trainer import loop
 from orchestrator.trainer.comm import interruptible

@@ -21,7 +21,7 @@ from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
 from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
 from orchestrator.elastic.supervision.policy import LaunchLimits
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.launch.on_ray.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.process import stop_signals
 from orchestrator.launch.process.progress import Progress

@@ -17,8 +17,7 @@ import pytest
 from orchestrator.checkpoint.points.sealed_votes import keep_vote, read_votes
 from orchestrator.errors import ElasticError, FencedError, StorageError
 from orchestrator.launch.member import remote_membership
-from orchestrator.launch.member.calls import UnansweredError
-from orchestrator.launch.member.generation_watch import GenerationEnd
+from orchestrator.launch.member.coordinator_calls import GenerationEnd, UnansweredError
 from orchestrator.launch.member.remote_membership import MemberAddress, RemoteMembership, frame_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (

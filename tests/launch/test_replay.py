@@ -17,9 +17,8 @@ import torch
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.journal.line_format import FIRST, line_bytes, parse_line
+from orchestrator.history.journal.line_format import FIRST, EventKind, line_bytes, parse_line
 from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model.build_model import loss_sum

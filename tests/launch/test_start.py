@@ -18,16 +18,15 @@ import orchestrator
 from orchestrator.checkpoint.points.point_status import Leftover, PointStatus, remove_leftovers
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims.claim_files import RESUME
 from orchestrator.history.journal import journal_reader as reader
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.run import Run
 from orchestrator.launch.process import launch_report
 from orchestrator.launch.start import attempt_claim, preview

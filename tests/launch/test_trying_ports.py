@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from orchestrator.launch.member.calls import unreached
+from orchestrator.launch.member.coordinator_calls import unreached
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.machine import Process, machine_id, process_start
-from orchestrator.cluster.starvation import ProcessLook, Thread
+from orchestrator.cluster.machine import Process, ProcessLook, Thread, machine_id, process_start
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.errors import BusyError, ConfigError, CoordinatorSilentError, OrchestratorError
 from orchestrator.history.claims.liveness import Busy
 from orchestrator.launch import api

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning.state import weights_sum as under_test
+from orchestrator.planning.state import state_layout as under_test
 from orchestrator.planning.state.state_layout import shard_rows, written_rows
 from tests.planning.states import LAYOUTS, tensors
 
@@ -40,7 +40,7 @@ def ramp():
 
 # ---- what it is
 def test_golden_values():
-    """The formula is stored: whoever changes one of these must raise `VERSION`."""
+    """The formula is stored: whoever changes one of these must raise `SUM_VERSION`."""
     assert under_test.row_seed("model", "embed.weight", "float32", (4, 3)) == SEED
     assert digest(ramp()) == DIGEST
     assert under_test.weights_sum([]) == "s1:" + 32 * "0"

@@ -25,7 +25,7 @@ import json, os, sys
 from pathlib import Path
 os.setreuid(int(sys.argv[2]), -1)  # the user that is looked up; files are read with the old rights
 from orchestrator.storage.home import remembered
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import asker
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.storage import open as storage_open
 from orchestrator.storage.home import cache_folder, home

@@ -21,11 +21,11 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.request_files import STOP, RequestFiles
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import STOP, RequestFiles
+from orchestrator.inspect.status.snapshot import GONE, OPEN, STARTING
 from orchestrator.inspect.status.status_reader import SnapshotReader, as_proven
-from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING
 from orchestrator.inspect.status.view import view_of
 from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_of
 from orchestrator.storage.disk import Disk, OsDisk

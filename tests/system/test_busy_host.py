@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from orchestrator.cluster.machine import Process, descendants, process_start, this_process
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.storage.files import Storage
 from tests.system import throttled as throttling
 from tests.system.harness import LIMIT_S, ROOT, Job, assert_exactly_once, when_step

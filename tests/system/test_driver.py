@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.run_control import Reply
 from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step

@@ -15,8 +15,8 @@ import ray
 from orchestrator.elastic.supervision import supervisor
 from orchestrator.errors import ElasticError, FencedError
 from orchestrator.faults import FREEZE
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import SPEC
 from tests.raising import raises

@@ -17,8 +17,8 @@ import yaml
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage

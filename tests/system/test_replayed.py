@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.request_files import asker
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import asker
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 

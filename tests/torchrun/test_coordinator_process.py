@@ -17,10 +17,10 @@ import orchestrator
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.elastic.formation import GroupSize
 from orchestrator.faults import FaultPlan
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.history.request_files import SAVE, STOP_NOW, RequestFiles, asker
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP_NOW, RequestFiles, asker
+from orchestrator.launch.member.coordinator_calls import UnansweredError
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.records.membership import GenerationView, RunOver, StillWaiting
 from orchestrator.records.run_status import RunStatus

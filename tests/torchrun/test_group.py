@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once, when_saved, when_step
 from tests.torchrun.ranks import ranks

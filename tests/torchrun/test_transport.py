@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ElasticError, FencedError
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.coordinator_calls import UnansweredError
 from orchestrator.torchrun import transport
 from orchestrator.torchrun.transport import CallServer, SocketCalls, new_key, open_listener
 from tests.raising import raises

@@ -22,7 +22,7 @@ from typing import Any
 
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.coordinator_calls import UnansweredError
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands
 from tests.trainer.launch import WAIT_S, Launch

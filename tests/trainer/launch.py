@@ -28,7 +28,7 @@ from orchestrator.elastic.formation import GroupSize, RendezvousSettings
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.journal_reader import Journal, read_journal
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.coordinator_calls import UnansweredError
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest
@@ -374,8 +374,8 @@ class Launch:
 
 
 class LinkCalls:
-    """The member's side: `launch.member.calls.Calls` over the connection. `hold` is no part of the protocol:
-    it stops the caller until the test lets it go on.
+    """The member's side: `launch.member.coordinator_calls.Calls` over the connection. `hold` is no part of
+    the protocol: it stops the caller until the test lets it go on.
     """
 
     def __init__(self, address: Any, name: str) -> None:

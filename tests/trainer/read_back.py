@@ -7,8 +7,7 @@ import torch
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.sections import ModelConfig, TrainConfig
-from orchestrator.planning.state.state_layout import held_rows
-from orchestrator.planning.state.weights_sum import MODULUS
+from orchestrator.planning.state.state_layout import SUM_MODULUS, held_rows
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import MODEL, Item, digest_of, load, sum_of
 from orchestrator.trainer.state.train_state import TrainState
@@ -47,7 +46,7 @@ def _in_shards(items: list[Item], num_shards: int, name: str, files: CommittedFi
             assert torch.equal(part.tensor, own), (item.name, num_shards, shard)
             if item.group == MODEL and (item.whole.sharded or shard == 0):
                 total += sum_of(part)
-    assert total % MODULUS == sum(sum_of(item) for item in items if item.group == MODEL) % MODULUS
+    assert total % SUM_MODULUS == sum(sum_of(item) for item in items if item.group == MODEL) % SUM_MODULUS
 
 
 def _blank(item: Item, num_shards: int, shard: int) -> Item:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import DONE, LEFT
 from tests.trainer.launch import Launch

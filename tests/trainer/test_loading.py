@@ -13,8 +13,7 @@ import torch
 
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.errors import ResumePointError
-from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of, weights_sum
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import Item, digest_of, load, sum_of
 from orchestrator.trainer.saving.staging import StagingBuffer

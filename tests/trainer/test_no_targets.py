@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.columns import read_columns
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchestrator.checkpoint.points.points import parse_point_name
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.trainer.loading.state_tensors import whole_item
 from orchestrator.trainer.saving.staging import BLOCK_BYTES, block_sums, replica_digests, shared_rows

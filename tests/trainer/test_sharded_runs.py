@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.launch import Launch

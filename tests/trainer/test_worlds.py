@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
 from orchestrator.inspect.run_control import SentRequest
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.interfaces.job import LEFT

@@ -34,8 +34,8 @@ from orchestrator.checkpoint.commit.store_actions import PointCommitter, failure
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.backoff import MOST_RETRY_S
 from orchestrator.records.membership import StillWaiting
 from orchestrator.records.points import Vote

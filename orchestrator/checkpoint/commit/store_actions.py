@@ -32,8 +32,8 @@ from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
 from orchestrator.history.claims.claim_files import seal_starts
 from orchestrator.history.claims.claims import GenerationId
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode
 from orchestrator.records.points import Damage
 from orchestrator.records.steps import StateKey

@@ -11,7 +11,7 @@
         pieces              JSON: to each tensor the blake3 digests (32 hex digits each) of its bytes, cut
                             into pieces of `piece_bytes`
         sums                JSON: to each group the sum of its rows here, 32 hex digits
-                            (`planning.state.weights_sum`)
+                            (`planning.state.state_layout`)
     bytes of the tensors    one after the other without gaps, the widest types first: names are
                             `model/<name>` and `optimizer/<name>`, rows in their order
 
@@ -33,8 +33,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import ResumePointError
-from orchestrator.planning.state.state_layout import Layout, StateTensor
-from orchestrator.planning.state.weights_sum import MODULUS, row_seed, rows_sum
+from orchestrator.planning.state.state_layout import SUM_MODULUS, Layout, StateTensor, row_seed, rows_sum
 from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 
@@ -179,7 +178,7 @@ def make_part(
         laid.append(_lay(part, laid[-1].stop if laid else 0, check))
     sums: dict[str, int] = {}
     for each in laid:
-        sums[each.group] = (sums.get(each.group, 0) + each.sum) % MODULUS
+        sums[each.group] = (sums.get(each.group, 0) + each.sum) % SUM_MODULUS
     header = _header(point, layout, rank, laid, sums)
     return PartFile(
         path=part_path(rank, layout.world_size),
@@ -264,7 +263,7 @@ def _header(point: str, layout: Layout, rank: int, laid: Sequence[_Laid], sums: 
 
 
 def part_sum(part: PartRows, check: Callable[[], None] = goes_on) -> int:
-    """Returns the sum of rows (`planning.state.weights_sum`). `check` as in `make_part`."""
+    """Returns the sum of rows (`planning.state.state_layout`). `check` as in `make_part`."""
     import numpy as np  # reading a run needs no sums, and thus no numpy
 
     tensor, total = part.tensor, 0
@@ -274,7 +273,7 @@ def part_sum(part: PartRows, check: Callable[[], None] = goes_on) -> int:
     for first in range(0, len(matrix), block):
         check()
         total += rows_sum(matrix[first : first + block], seed, part.rows.start + first)
-    return total % MODULUS
+    return total % SUM_MODULUS
 
 
 def write_part(

@@ -14,7 +14,7 @@ from typing_extensions import override
 from orchestrator.checkpoint.files.manifest import Name, PartDamage, PartManifest
 from orchestrator.checkpoint.files.part_file import Extent, parse_header, part_path, read_header
 from orchestrator.checkpoint.files.pieces import FilePiece, PieceFetcher, Target, new_buffer
-from orchestrator.planning.state.weights_sum import MODULUS
+from orchestrator.planning.state.state_layout import SUM_MODULUS
 from orchestrator.storage.files import Storage
 from orchestrator.storage.parallel import at_once
 
@@ -131,7 +131,7 @@ class PointReader:
         return self._extents[file]
 
     def sums(self) -> dict[str, int]:
-        """Returns the sum of all rows for each group (`planning.state.weights_sum`), from the headers of all
+        """Returns the sum of all rows for each group (`planning.state.state_layout`), from the headers of all
         files.
 
         Raises as `extents`.
@@ -140,7 +140,7 @@ class PointReader:
         for file in self._manifest.files:
             self.extents(file)
             for group, found in self._sums[file].items():
-                total[group] = (total.get(group, 0) + found) % MODULUS
+                total[group] = (total.get(group, 0) + found) % SUM_MODULUS
         return total
 
     # ---------------------------------------------------------------------- headers

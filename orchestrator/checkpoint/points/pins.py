@@ -35,8 +35,8 @@ from orchestrator.checkpoint.points.points import COMMIT, parse_point_name
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, StorageError, WantedPointError
 from orchestrator.history.claims.claim_files import now_text
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal

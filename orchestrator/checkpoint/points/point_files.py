@@ -22,8 +22,7 @@ from orchestrator.checkpoint.points.sealed_votes import REMOVED, VOTES, decides
 from orchestrator.checkpoint.points.verify import POINTS, FileRange, point_path
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.json_form import encode
-from orchestrator.planning.state.state_layout import Layout
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry, Vote, damaged_point
 from orchestrator.records.steps import StateKey

@@ -15,8 +15,8 @@ from typing import Any
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import StorageError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import DamagedLines
+from orchestrator.history.journal.line_format import EventKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

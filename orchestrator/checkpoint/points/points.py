@@ -18,7 +18,7 @@ from orchestrator.checkpoint.files.manifest import PARTS
 from orchestrator.checkpoint.files.part_file import part_path
 from orchestrator.json_form import encode
 from orchestrator.planning.state.copy_placement import gathered
-from orchestrator.planning.state.weights_sum import MODULUS
+from orchestrator.planning.state.state_layout import SUM_MODULUS
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import FileEntry, NodeParts, Vote
 from orchestrator.records.steps import StateKey
@@ -43,7 +43,7 @@ class Commit:
     `save_s`: from the first vote to COMMIT.
     `files_digest`: the blake3 of the canonical JSON of `files`.
     `state_sums`: maps each group of tensors to the sum of all its rows as 32 hex digits
-    (`planning.state.weights_sum`).
+    (`planning.state.state_layout`).
     `weights_digest`: that of the group `model`.
     `nodes`: those on whose disks the parts are (`resume.node_folder`); empty if they are beside COMMIT.
     """
@@ -205,7 +205,7 @@ def state_sums(votes: Iterable[Vote]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for vote in votes:
         for group, found in vote.sums.items():
-            sums[group] = (sums.get(group, 0) + found) % MODULUS
+            sums[group] = (sums.get(group, 0) + found) % SUM_MODULUS
     return dict(sorted(sums.items()))
 
 

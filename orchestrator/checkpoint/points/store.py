@@ -27,9 +27,9 @@ It defines names, contents and the order of writing.
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id, state_sums {group: 32 hex}
     pins/<point>.json              see checkpoint.points.pins
-    requests/<launch>/000001.json  see history.request_files
+    requests/<launch>/000001.json  see history.numbered_files
     quarantine/<point>.json        see checkpoint.points.quarantine
-    findings/000001.json           see history.finding_files
+    findings/000001.json           see history.numbered_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`, so that a changed byte anywhere

@@ -30,7 +30,7 @@ from orchestrator.checkpoint.points import points
 from orchestrator.checkpoint.points.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit
 from orchestrator.errors import LaterFormatError, OrchestratorError
 from orchestrator.json_form import decode
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry
 from orchestrator.storage.files import Storage

@@ -53,8 +53,8 @@ from orchestrator.coordinator.attempt.survey import (
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, Origin
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import choice_in
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import Skip, SkipDecision

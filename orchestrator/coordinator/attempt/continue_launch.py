@@ -28,8 +28,8 @@ from orchestrator.errors import FencedError, ResumePointError
 from orchestrator.faults import Hook
 from orchestrator.history.claims.claim_files import RESTARTED
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import Journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.planning.resume.skipping import still_due
 from orchestrator.records.run_status import MemberInfo
 

@@ -22,7 +22,7 @@ from orchestrator.coordinator.attempt.survey import Survey, require_listed
 from orchestrator.coordinator.machine.launch_actions import THE_DATA
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claims import ClaimParent, Origin
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import decode
 from orchestrator.planning.resume.data_progress import KnownEpochs, epochs_of, known_epochs
 from orchestrator.planning.resume.identity import RunIdentity

@@ -25,10 +25,9 @@ from orchestrator.history.claims.claim_files import (
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId
 from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.history.claims.segments import journal_folder
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import DamagedLines, with_cut_off
 from orchestrator.history.journal.journal_reader import Journal, JournalEvent, read_journal, read_outline
-from orchestrator.history.journal.line_format import DAMAGED
+from orchestrator.history.journal.line_format import DAMAGED, EventKind
 from orchestrator.history.metrics.loggers import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.source_lists import SourceLists

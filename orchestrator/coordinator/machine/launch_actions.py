@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.elastic.formation import Form
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import GenerationView, Refusal, RunOver
 from orchestrator.records.run_status import MemberInfo

@@ -46,8 +46,8 @@ from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, R
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import ElasticError, FencedError, UnsavedError
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
 from orchestrator.records.run_status import GroupMember, MemberInfo

@@ -13,7 +13,7 @@ from orchestrator.coordinator.machine.launch_actions import Action, Note, Say, W
 from orchestrator.elastic.drain import DrainCourse, DrainDecision, Draining, SaveTimes, fits
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.run_status import MemberInfo
 
 

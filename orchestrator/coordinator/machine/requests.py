@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.history import sentences
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.steps import StateKey
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"  # the possible outcomes of an answer

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.cluster.starvation import ProcessLook, starved_s
+from orchestrator.cluster.machine import ProcessLook, starved_s
 from orchestrator.records.run_status import MemberInfo
 
 LOOK_EVERY_S = 1.0

@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from orchestrator.cluster.machine import ProcessLook, Silence, look_at_process
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.cluster.ray_state import why_not_created
-from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
 from orchestrator.elastic.supervision.background_call import BackgroundCall
 from orchestrator.elastic.supervision.missed_members import MissedMembers
 from orchestrator.elastic.supervision.policy import (
@@ -36,7 +36,7 @@ from orchestrator.elastic.supervision.policy import (
 from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.errors import CoordinatorSilentError, ElasticError, UnsavedError
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25

@@ -16,10 +16,15 @@ from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError, TrainingError
 from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
 from orchestrator.history.claims.segments import journal_folder, read_first
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP, check_copy
-from orchestrator.history.journal.line_format import DamagedLineError, LaterLineError, first_line, parse_line
+from orchestrator.history.journal.line_format import (
+    DamagedLineError,
+    EventKind,
+    LaterLineError,
+    first_line,
+    parse_line,
+)
 from orchestrator.json_form import decode
 from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.records.steps import StepRecord

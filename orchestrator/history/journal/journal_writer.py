@@ -8,7 +8,7 @@ has `format`, `prev` and `sum` (`line_format`), `seq` (1, 2, … within the atte
 `run`, `run_id`, `attempt` and `kind`, and `step` and `rank` where they apply. Kind `step`: the
 fields of `records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator
 bring records). Kind `generation`: the fields of `history.claims.claims.GenerationStart`. Any other kind is an
-event (`history.journal.event_kinds`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id`
+event (`history.journal.line_format`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id`
 is that of run.json, and absent if that has none. A segment is closed before the next begins, and never
 changed afterwards.
 """
@@ -28,8 +28,7 @@ from typing import Any, Protocol
 
 from orchestrator.errors import TrainingError
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.line_format import FIRST, FORMAT, line_bytes
+from orchestrator.history.journal.line_format import FIRST, FORMAT, EventKind, line_bytes
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
 from orchestrator.records.steps import StateKey, StepRecord

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.steps import StateKey, StepRecord
 
 PREFIX = "orchestrator_"  # of the names in Prometheus, after Ray's own `ray_`

@@ -26,8 +26,8 @@ from typing_extensions import override
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import text_of
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import Listener
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics.declared import PER_STEP, Meter, Sample
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.records.steps import StepRecord

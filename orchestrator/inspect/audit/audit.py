@@ -19,7 +19,7 @@ from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.history.claims.lineage import SkipAt
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared
 from orchestrator.inspect.audit.history_parts import History, history_of

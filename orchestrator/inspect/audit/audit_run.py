@@ -17,7 +17,7 @@ from typing_extensions import override
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.lineage import SkipAt
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.step_names import step_name
 from orchestrator.inspect.audit.audit_processes import (
     AuditProcesses,

@@ -15,7 +15,7 @@ from orchestrator.data.code_process import call, names_code
 from orchestrator.data.dataset import prepare_trained
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.step_names import step_name
 from orchestrator.inspect.audit.history_parts import accepting, history_of
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker

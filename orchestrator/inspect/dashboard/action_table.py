@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.sections import NAME
 from orchestrator.errors import RefusedError, StorageError, UnreachableNodeError
-from orchestrator.history.finding_files import VERIFY, verify_result
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import VERIFY, asker, verify_result
 from orchestrator.inspect.dashboard.actions import (
     ALIVE,
     Action,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.inspect.status.verdict import OPEN, UNREADABLE
+from orchestrator.inspect.status.snapshot import OPEN, UNREADABLE
 
 if TYPE_CHECKING:
     from orchestrator.inspect.run import Run

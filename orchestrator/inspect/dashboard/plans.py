@@ -33,8 +33,8 @@ from orchestrator.coordinator.attempt.source_resolution import SourceResolution,
 from orchestrator.data.code_process import reads_without_code
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import beginning_of
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard.runs import OpenRun
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import encode

@@ -25,8 +25,8 @@ from orchestrator.history.claims.liveness import Busy, Free
 from orchestrator.inspect.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.point_rows import stamp
+from orchestrator.inspect.status.snapshot import UNREADABLE, missing_text
 from orchestrator.inspect.status.status_reader import SnapshotReader, attributes_kept_s
-from orchestrator.inspect.status.verdict import UNREADABLE, missing_text
 from orchestrator.inspect.views.facts.facts import WATCH_S, Life, LifeWatch
 from orchestrator.inspect.views.facts.files import UnreadableError
 from orchestrator.inspect.views.lineage_graph import Fork

@@ -22,8 +22,8 @@ from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, deleted_now, moved_on, survey
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import JournalEvent
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, layout_of

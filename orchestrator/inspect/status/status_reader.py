@@ -21,7 +21,7 @@ from orchestrator.errors import OrchestratorError, ResumePointError, StorageErro
 from orchestrator.history.claims.claim_files import RESUME, REWIND, UNREADABLE, unreadable_claim
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.liveness import Busy, Free
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.missing import (
     lost_points,
     missing_pieces,
@@ -32,14 +32,17 @@ from orchestrator.inspect.status.missing import (
     wrong_sizes,
 )
 from orchestrator.inspect.status.snapshot import (
+    GONE,
+    OPEN,
+    WAITING,
     NewestGeneration,
     NewestStep,
+    Risk,
     RunSnapshot,
     Shortage,
     speed,
 )
 from orchestrator.inspect.status.tail import Tail, newest_generation, read_tail
-from orchestrator.inspect.status.verdict import GONE, OPEN, WAITING, Risk
 from orchestrator.inspect.status.view import Quiet, RunView, view_of
 from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_at
 from orchestrator.records.cursor import Cursor

@@ -19,8 +19,7 @@ from typing_extensions import override
 from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.checkpoint.points.verify import FileRange
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
-from orchestrator.history.finding_files import VERIFY, Finding, verify_result
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import VERIFY, Finding, asker, verify_result
 from orchestrator.records.points import Damage
 from orchestrator.storage.parallel import answers_at_once, asked_at_a_time, at_once
 

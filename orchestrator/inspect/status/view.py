@@ -10,14 +10,20 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator import html_text
 from orchestrator.history import sentences
-from orchestrator.inspect.status.snapshot import NewestGeneration, RunSnapshot
-from orchestrator.inspect.status.verdict import FAILED, GONE, OVER, STILL_S, verdict
+from orchestrator.inspect.status.snapshot import (
+    FAILED,
+    GONE,
+    OVER,
+    STILL_S,
+    NewestGeneration,
+    RunSnapshot,
+    verdict,
+)
 from orchestrator.planning.state.memory import layout_text
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
-from orchestrator.text import span, visible
+from orchestrator.text import html_facts, html_lines, html_page, span, visible
 
 LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, `long`, `unpacked`
 
@@ -249,4 +255,4 @@ def status_html(view: RunView) -> str:
         ("last fault", view.last_fault),
     ]
     left_out = [*skipped_lines(view.skipped_documents), *left_out_lines(view.left_out_documents)]
-    return html_text.page(f"{view.run}: {view.verdict}", html_text.facts(pairs), html_text.lines(left_out))
+    return html_page(f"{view.run}: {view.verdict}", html_facts(pairs), html_lines(left_out))

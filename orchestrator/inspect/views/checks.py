@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS
-from orchestrator.inspect.status.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
+from orchestrator.inspect.status.snapshot import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
 from orchestrator.inspect.views import sources
 from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.inspect.views.incidents import happenings

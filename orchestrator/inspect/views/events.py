@@ -10,8 +10,8 @@ from typing import Any
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import GENERATION
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.columns import Event
 from orchestrator.inspect.views.facts.facts import RunFacts
 from orchestrator.json_form import decode

@@ -20,7 +20,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REWIND
 from orchestrator.history.claims.claims import GenerationId
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.columns import Event, RecordedGeneration
 from orchestrator.inspect.views.facts.effective_steps import left_behind

@@ -18,8 +18,8 @@ from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.redaction import redacted
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent
-from orchestrator.history.finding_files import VERIFY
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import VERIFY
 from orchestrator.inspect.status.point_rows import (
     DAMAGED,
     HEALTHY,

@@ -3,8 +3,8 @@
 The run is read once, then only its new parts. `refresh` reads storage; the views read only the few documents
 of a point. An object is for one thread at a time. Times are seconds since 1970; None means not recorded.
 Secrets in configurations, errors and events are hidden (`config.redaction`). A state of a run is one of
-`inspect.status.verdict`. `open` means that the run has no end and was not watched long enough to tell whether
-it is alive.
+`inspect.status.snapshot`. `open` means that the run has no end and was not watched long enough to tell
+whether it is alive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from orchestrator.coordinator.attempt.survey import least_lines, with_lost_gener
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.history.claims.claim_files import read_starts, sealed_ids
 from orchestrator.history.claims.claims import GenerationId
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import MIXED, JournalLines, with_cut_off
-from orchestrator.history.journal.line_format import LaterLineError
+from orchestrator.history.journal.line_format import EventKind, LaterLineError
 from orchestrator.inspect.status.missing import (
     lost_points,
     missing_pieces,
@@ -30,8 +29,8 @@ from orchestrator.inspect.status.missing import (
     on_history,
     read_names,
 )
+from orchestrator.inspect.status.snapshot import UNREADABLE, Standing, level, verdict
 from orchestrator.inspect.status.tail import Tail
-from orchestrator.inspect.status.verdict import UNREADABLE, Standing, level, verdict
 from orchestrator.inspect.views import (
     cards,
     events,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from orchestrator.history.finding_files import newest_audit
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import newest_audit
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.columns import Event
 from orchestrator.inspect.views.facts.facts import RunFacts, short

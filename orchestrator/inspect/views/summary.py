@@ -15,30 +15,28 @@ import numpy as np
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.claims.claim_files import RESUME
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS, HEALTHY, ORPHAN, PointRow, stamp
 from orchestrator.inspect.status.snapshot import (
-    RECENT_STEPS,
-    NewestFault,
-    NewestGeneration,
-    NewestStep,
-    RunSnapshot,
-    Shortage,
-    speed,
-)
-from orchestrator.inspect.status.tail import LOST
-from orchestrator.inspect.status.verdict import (
     GONE,
     NEW,
     OPEN,
+    RECENT_STEPS,
     STARTING,
     WAITING,
+    NewestFault,
+    NewestGeneration,
+    NewestStep,
     Risk,
+    RunSnapshot,
+    Shortage,
     Standing,
     level,
     missing_text,
+    speed,
     verdict,
 )
+from orchestrator.inspect.status.tail import LOST
 from orchestrator.inspect.views import goodput
 from orchestrator.inspect.views.checks import BAD, WARN, checks
 from orchestrator.inspect.views.facts.facts import RunFacts, mean_loss, short

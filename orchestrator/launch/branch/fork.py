@@ -17,9 +17,8 @@ from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.forking import describe, found_run, take_over
+from orchestrator.coordinator.attempt.forking import describe, found_run, take_over, trained_code
 from orchestrator.coordinator.attempt.survey import require_journals, survey
-from orchestrator.coordinator.attempt.trained_code import trained_code
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claims.claim_files import FORK
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom

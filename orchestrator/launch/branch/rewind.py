@@ -17,8 +17,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
-from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning, write_down_end
 from orchestrator.coordinator.attempt.forking import point_info
 from orchestrator.coordinator.attempt.resume_point_choice import up_to
 from orchestrator.coordinator.attempt.survey import (
@@ -31,9 +30,9 @@ from orchestrator.coordinator.attempt.survey import (
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claim_files import REWIND
 from orchestrator.history.claims.claims import Claim, ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.request_files import asker
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import asker
 from orchestrator.history.sentences import count
 from orchestrator.launch.branch.point_query import PointMatch, PointPlan, PointQuery, find, place, planned
 from orchestrator.launch.start import attempt_claim

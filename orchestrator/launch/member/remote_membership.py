@@ -22,7 +22,7 @@ from typing import Any
 
 from orchestrator.checkpoint.points.run_file import read_run
 from orchestrator.checkpoint.points.sealed_votes import keep_vote
-from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process, starved_s
+from orchestrator.cluster.machine import ProcessLook, Silence, look_at_process, starved_s
 from orchestrator.errors import (
     CoordinatorSilentError,
     ElasticError,
@@ -31,9 +31,16 @@ from orchestrator.errors import (
     StorageError,
     report_of,
 )
-from orchestrator.launch.member.calls import Calls, UnansweredError, unreached, unreached_ranks
-from orchestrator.launch.member.generation_watch import GenerationEnd
-from orchestrator.launch.member.phase_reports import QUIET_S, PhaseReports, doing
+from orchestrator.launch.member.coordinator_calls import (
+    QUIET_S,
+    Calls,
+    GenerationEnd,
+    PhaseReports,
+    UnansweredError,
+    doing,
+    unreached,
+    unreached_ranks,
+)
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,

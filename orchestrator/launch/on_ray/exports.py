@@ -24,8 +24,8 @@ from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
 from orchestrator.checkpoint.points.points import newest_first, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError, text_of
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_outline
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.launch.process.stop_signals import last_wait_s
 
 LOOK_EVERY_S = 1.0

@@ -32,17 +32,16 @@ from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts, tok
 from orchestrator.elastic.supervision.supervisor import SupervisedLaunch, Supervisor
 from orchestrator.errors import code_of, text_of
 from orchestrator.history import sentences
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.request_files import asker
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import asker
 from orchestrator.launch.capacity.cluster_inventory import node_facts
-from orchestrator.launch.on_ray.machine_check import packages_here
 from orchestrator.launch.on_ray.node_disks import NodeDisks
-from orchestrator.launch.on_ray.worker import WorkerTask, train_function
+from orchestrator.launch.on_ray.worker import WorkerTask, packages_here, train_function
 from orchestrator.launch.process.launch_report import say_end, wait_for_points, why_done
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import SignalledError, stop_on_signals
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.launch_context import LaunchContext
+from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall

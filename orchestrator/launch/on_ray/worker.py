@@ -1,39 +1,115 @@
 """The code of each Ray Train worker: the training loop, connected to coordinator and feeder by remote calls.
 
 It makes no decision about membership, data or points. It repeats calls until they are answered and passes the
-answers to the loop.
+answers to the loop. Before it asks to join, it checks its machine: the run's storage, packages and clock.
+Importing this file does not import torch, so that a machine without torch can report that.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from typing_extensions import override
 
+from orchestrator import __version__
+from orchestrator.checkpoint.points.run_file import RUN_FILE, read_run
 from orchestrator.cluster.shield import end_without_raylet, expose_forks
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import OrchestratorError, StorageError, report_of
-from orchestrator.launch.member.calls import Calls, UnansweredError
-from orchestrator.launch.on_ray.machine_check import packages_here, require_packages, require_storage
+from orchestrator.errors import MachineError, OrchestratorError, StorageError, report_of
+from orchestrator.launch.member.coordinator_calls import Calls, UnansweredError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records.membership import StillWaiting
+from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
 from orchestrator.records.run_status import MemberInfo
-from orchestrator.storage.open import open_storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import PROBE, open_storage
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
     from orchestrator.checkpoint.points.rank_files import CommittedFiles
     from orchestrator.trainer.interfaces.job import TrainJob
+
+# With another version of one of these, a worker may train something else, or not understand the others.
+COMPARED = ("torch", "transformers", "tokenizers")
+STORAGE, PACKAGES = "machine.storage", "machine.packages"
+
+
+def packages_here() -> dict[str, str]:
+    """The versions that must be equal on all machines of a run, without packages that are not installed."""
+    found = {"orchestrator": __version__}
+    for name in COMPARED:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def require_packages(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises `MachineError` if a package of the driver has another version `here`, or is missing.
+
+    The builds of a version (`2.5.1+cu124`, `2.5.1+cpu`) may differ.
+    """
+    differ = [
+        f"{name} {here.get(name, 'is not installed')} (the driver has {theirs})"
+        for name, theirs in wanted.items()
+        if here.get(name, "").partition("+")[0] != theirs.partition("+")[0]
+    ]
+    if differ:
+        raise MachineError(
+            f"this machine has other packages than the driver: {', '.join(differ)}; install the driver's "
+            "versions on it",
+            code=PACKAGES,
+        )
+
+
+def require_storage(storage: Storage, run_id: str, ask: Callable[[MachineProof], Unfit | None]) -> None:
+    """Raises `MachineError` if `storage` is not the run's on this machine, or cannot be written.
+
+    Also raises it if the coordinator, which `ask` queries, finds the machine unfit. Writes nothing before
+    run.json was read: an empty folder in place of a missing mount stays empty. `run_id`: that of run.json;
+    "": the run has none.
+    """
+    run = read_run(storage)
+    if run is None:
+        raise MachineError(
+            f"{storage.root} has no {RUN_FILE} on this machine, but the driver sees the run there; mount the "
+            "run's storage on it",
+            code=STORAGE,
+        )
+    if run_id and run.id != run_id:
+        raise MachineError(
+            f"{storage.root} holds another run on this machine ({RUN_FILE} has id {run.id}, the run has "
+            f"{run_id}); mount the run's storage on it",
+            code=STORAGE,
+        )
+    folder, token = f"{PROBE}{secrets.token_hex(8)}", secrets.token_hex(16)
+    probe = f"{folder}/probe"
+    try:
+        storage.create(probe, token.encode())
+        verdict = ask(MachineProof(probe=probe, token=token, unix_s=time.time()))
+    except StorageError as error:
+        raise MachineError(
+            f"{storage.root} cannot be written on this machine: {error}; give the worker's user the right to "
+            "write there",
+            code=STORAGE,
+        ) from error
+    finally:
+        with suppress(OrchestratorError):
+            storage.delete_folder(folder)
+    if verdict is not None:
+        raise MachineError(verdict.text, code=verdict.code)
+
 
 _ASK_S = 60.0  # a live coordinator answers sooner
 
@@ -61,7 +137,7 @@ class WorkerTask:
 
 
 class RayCalls(Calls):
-    """`launch.member.calls.Calls` to a Ray actor.
+    """`launch.member.coordinator_calls.Calls` to a Ray actor.
 
     Ray's own retries are off, because a repeated `join` would carry an old step and a dead address.
     """

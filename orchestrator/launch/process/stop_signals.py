@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from orchestrator.cluster.job_server import job_stop_s
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import asker
 
 # Assumed if the sender of SIGTERM gives no other time: Kubernetes, Slurm and torchrun send SIGKILL after 30
 # s.

@@ -22,7 +22,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import asker
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.branch.fork import fork
 from orchestrator.launch.branch.point_query import PointQuery, place

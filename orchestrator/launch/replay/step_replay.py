@@ -21,7 +21,7 @@ from orchestrator.coordinator.attempt.survey import Survey, require_frozen, surv
 from orchestrator.errors import OtherFormatError, ResumePointError, TrainingError
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.lineage import skips_of
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.sentences import count
 from orchestrator.launch.branch.point_query import PointQuery, Position, place, wanted_place
 from orchestrator.planning import batches

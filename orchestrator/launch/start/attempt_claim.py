@@ -2,7 +2,7 @@
 
 Before it claims, it watches whether another launch is active on the run, and waits for the processes of a
 killed driver. `history.claims.liveness` decides from the observations. The heartbeat lasts until the
-attempt's journal begins.
+attempt's journal begins. A `LaunchContext` is what the stages of one launch share, on Ray and under torchrun.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce
-from orchestrator.cluster.machine import Process, has_ended, machine_id
-from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
+from orchestrator.cluster.machine import Process, ProcessLook, Silence, has_ended, look_at_process, machine_id
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.begin_launch import begin_launch
@@ -44,13 +44,15 @@ from orchestrator.history.claims.claims import Claim
 from orchestrator.history.claims.liveness import Free, beating
 from orchestrator.history.journal.code_record import code_of
 from orchestrator.history.journal.journal_reader import journal_process
-from orchestrator.history.request_files import asker
+from orchestrator.history.numbered_files import asker
+from orchestrator.launch.process.launch_report import announce, trained_again
+from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.start.run_preparation import find_run
 from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.planning.state.memory import ParallelChoice
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-
 
 HEARTBEAT_EVERY_S = 2.0
 KILLED_S = 5.0  # how long a killed coordinator may take to end
@@ -250,3 +252,43 @@ def _silence_of(store: RunStore) -> Callable[[], float]:
 
     silence = Silence(time.monotonic(), WATCH_S + LOOK_S, look())
     return lambda: silence.look(time.monotonic(), look())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchContext:
+    """A launch from its plan on.
+
+    `spec` are the data as the plan saw them; they are frozen after the claim. `parallel` is how the state is
+    divided (None: not decided yet). `command` continues the run in a shell. `until_tokens` as in `TrainJob`.
+    `fault_plan` is for tests.
+    """
+
+    job: JobConfig
+    storage: NodeStorage
+    store: RunStore
+    spec: DataSpec
+    plan: ResumePlan
+    progress: Progress
+    command: str
+    parallel: ParallelChoice | None = None
+    fault_plan: str = ""
+    until_tokens: int | None = None
+
+    @contextmanager
+    def claimed(self, watched: int) -> Iterator[tuple[Attempt, ResumePlan]]:
+        """Claims the attempt after `watched`; see `attempt_claim.claimed`."""
+        say = self.progress.say
+        with claimed(
+            self.store, self.job, self.spec, watched, self.fault_plan, looked=self.plan, say=say
+        ) as (attempt, plan):
+            yield replace(attempt, command=self.command, parallel=self.parallel), plan
+
+    def say_beginning(self, attempt: Attempt, plan: ResumePlan, spec: DataSpec, num_workers: int) -> None:
+        """Shows the start of an attempt of `num_workers`; `plan` and `spec` are those of the claim."""
+        total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+        self.progress.begin(self.storage, attempt.number, num_workers, total)
+        for note in spec.notes:
+            self.progress.say(f"note: {note}")
+        announce(self.progress.say, self.job, attempt, plan)
+        for line in trained_again(attempt):
+            self.progress.say(line)

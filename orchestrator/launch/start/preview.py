@@ -23,7 +23,12 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce, point_path
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.begin_launch import mark_damaged
-from orchestrator.coordinator.attempt.forking import fork_to_begin, point_info, read_parent_point
+from orchestrator.coordinator.attempt.forking import (
+    code_changes,
+    fork_to_begin,
+    point_info,
+    read_parent_point,
+)
 from orchestrator.coordinator.attempt.resume_point_choice import (
     StartData,
     choose_point,
@@ -44,7 +49,6 @@ from orchestrator.coordinator.attempt.survey import (
     require_journals,
     survey,
 )
-from orchestrator.coordinator.attempt.trained_code import code_changes
 from orchestrator.errors import RefusedError, ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.claims.claims import ForkedFrom
 from orchestrator.history.sentences import count

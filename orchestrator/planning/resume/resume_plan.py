@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator import html_text
 from orchestrator.errors import Refusal, RefusedError
 from orchestrator.json_form import encode
 from orchestrator.planning.batches import (
@@ -47,6 +46,7 @@ from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage
 from orchestrator.records.steps import StateKey
+from orchestrator.text import html_facts, html_lines, html_page, html_table
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -212,13 +212,13 @@ class ResumePlan:
             (d.field, value_text(d.old), value_text(d.new), d.rule.replace("_", " "))
             for d in self.differences
         ]
-        return html_text.page(
+        return html_page(
             title,
-            html_text.lines(f"refused: {text}" for text in self.refusals),
-            html_text.facts(pairs),
-            html_text.table(("field", "old", "new", "on resume"), rows),
-            html_text.lines(map(str, (*self.sources, *self.lists, *([self.skip] if self.skip else ())))),
-            html_text.lines(self.all_notes),
+            html_lines(f"refused: {text}" for text in self.refusals),
+            html_facts(pairs),
+            html_table(("field", "old", "new", "on resume"), rows),
+            html_lines(map(str, (*self.sources, *self.lists, *([self.skip] if self.skip else ())))),
+            html_lines(self.all_notes),
         )
 
     @property

@@ -19,8 +19,7 @@ from orchestrator.checkpoint.files.pieces import Target
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.writer.part_writer import Placed
 from orchestrator.errors import ResumePointError
-from orchestrator.planning.state.state_layout import Layout, StateTensor, written_rows
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, StateTensor, weights_sum, written_rows
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 
@@ -144,7 +143,7 @@ def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
 
 
 def sum_of(item: Item) -> int:
-    """Returns the sum of the rows of a tensor that this member holds (`planning.state.weights_sum`)."""
+    """Returns the sum of the rows of a tensor that this member holds (`planning.state.state_layout`)."""
     return part_sum(rows_of(item, _held(item)))
 
 

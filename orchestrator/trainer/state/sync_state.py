@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey

@@ -21,8 +21,7 @@ from orchestrator.checkpoint.files.part_file import (
 )
 from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.errors import StorageError
-from orchestrator.planning.state.state_layout import Layout, StateTensor, layout_of, written_rows
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, StateTensor, layout_of, weights_sum, written_rows
 from orchestrator.storage.files import Storage
 from tests.checkpoint.files.samples import POINT, STATE, bytes_of, part_of
 from tests.raising import raises

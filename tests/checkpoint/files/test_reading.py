@@ -14,8 +14,7 @@ from orchestrator.checkpoint.files import part_file, pieces
 from orchestrator.checkpoint.files.manifest import PartDamage, PartManifest
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
-from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of, written_rows
-from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of, weights_sum, written_rows
 from orchestrator.storage.files import Storage
 from tests.checkpoint.files.samples import DTYPES, STATE, bytes_of, read_rank, write_point
 

@@ -15,8 +15,8 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from benchmarks.made_run import MadeRun, note, write_run
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard.acting import ActionJob
 from orchestrator.inspect.dashboard.app import make_app
 from orchestrator.storage.files import Storage

@@ -15,9 +15,9 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.machine.requests import RequestAnswer
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import START
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.request_files import RequestFiles
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.inspect.dashboard.acting import MOST_AT_ONCE, ActionJobs
 from orchestrator.inspect.dashboard.action_table import ACTIONS
 from orchestrator.inspect.dashboard.actions import (

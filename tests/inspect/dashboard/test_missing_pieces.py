@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.verdict import missing_text
+from orchestrator.inspect.status.snapshot import missing_text
 from orchestrator.inspect.views.run_views import PIECES_S, RunViews
 from orchestrator.inspect.views.summary import sentence
 from orchestrator.storage.files import Storage

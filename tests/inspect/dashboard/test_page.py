@@ -19,7 +19,7 @@ from benchmarks.made_run import write_run
 from orchestrator.errors import OrchestratorError
 from orchestrator.inspect.dashboard.plans import Planner, WhatIf
 from orchestrator.inspect.dashboard.runs import Runs
-from orchestrator.inspect.status.verdict import missing_text
+from orchestrator.inspect.status.snapshot import missing_text
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.inspect.dashboard.browser import Watched, chromium, serving

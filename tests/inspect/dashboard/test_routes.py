@@ -19,8 +19,8 @@ from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.history.claims.claim_files import RESUME, REWIND
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard.answers import without_secrets
 from orchestrator.inspect.dashboard.runs import Runs
 from orchestrator.storage.files import Storage

@@ -14,8 +14,8 @@ from typing import Any
 import anyio
 import pytest
 
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard import stream
 from orchestrator.inspect.dashboard.runs import OpenRun, Runs
 from orchestrator.inspect.dashboard.stream import StreamFrame, Watches

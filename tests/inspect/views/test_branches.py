@@ -11,7 +11,7 @@ import pytest
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.branch.fork import take_over_and_end

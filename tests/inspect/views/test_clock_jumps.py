@@ -17,8 +17,8 @@ from orchestrator.checkpoint.points.run_file import RUN_FILE
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JUMP_S, JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.tail import read_tail
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.run_views import RunViews

@@ -16,10 +16,10 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.roster import Roster
-from orchestrator.history.finding_files import AUDIT, VERIFY, FindingFiles
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.inspect.status.verdict import (
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.numbered_files import AUDIT, VERIFY, FindingFiles
+from orchestrator.inspect.status.snapshot import (
     DONE,
     FAILED,
     GONE,

@@ -27,8 +27,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.point_rows import PointRow, point_rows
 from orchestrator.inspect.status.status_reader import SnapshotReader

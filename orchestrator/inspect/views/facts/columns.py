@@ -18,9 +18,9 @@ import numpy as np
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, JUMP_S, STEP, check_copy
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.arrays import Array, Growing
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord

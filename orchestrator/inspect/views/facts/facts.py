@@ -17,7 +17,7 @@ import numpy as np
 
 from orchestrator.history.claims.claim_files import FORK, REWIND
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.arrays import Array, Growing, Pyramid
 from orchestrator.inspect.views.facts.columns import Columns, Event, RecordedGeneration

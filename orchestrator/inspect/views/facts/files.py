@@ -22,10 +22,10 @@ from orchestrator.errors import (
     ResumePointError,
     StorageError,
 )
-from orchestrator.history import finding_files
+from orchestrator.history import numbered_files
 from orchestrator.history.claims.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent
-from orchestrator.history.finding_files import Finding, FindingFiles
+from orchestrator.history.numbered_files import Finding, FindingFiles
 from orchestrator.storage.parallel import at_once
 
 _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
@@ -152,7 +152,7 @@ class RunFiles:
 
     def _refresh_findings(self) -> bool:
         """Reads new findings of audits and verifications. A finding never changes."""
-        names = self.store.storage.list(finding_files.FOLDER)
+        names = self.store.storage.list(numbered_files.FINDINGS)
         if names == self._finding_names:
             return False
         run_id = self.run.id if self.run is not None else ""

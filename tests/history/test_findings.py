@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.history.finding_files import (
+from orchestrator.history.numbered_files import (
     AUDIT,
     VERIFY,
     FindingFiles,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import StorageError
-from orchestrator.history.request_files import SAVE, STOP, RequestFiles
+from orchestrator.history.numbered_files import SAVE, STOP, RequestFiles
 from orchestrator.storage.files import Storage
 
 
