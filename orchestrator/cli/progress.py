@@ -13,7 +13,7 @@ from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
 from orchestrator.inspect.audit.audit_run import AuditProgress, NoAuditProgress
-from orchestrator.inspect.status.verifying import HEALTH, VerifyProgress
+from orchestrator.inspect.status.integrity import HEALTH, VerifyProgress
 
 EVERY_S = 10.0  # between two lines
 _MANY = 1e6

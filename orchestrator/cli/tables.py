@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.history.sentences import count
-from orchestrator.inspect.status.orphans import Pruned
-from orchestrator.inspect.status.verifying import HEALTH
+from orchestrator.inspect.status.integrity import HEALTH
+from orchestrator.inspect.status.lineage import Pruned
 from orchestrator.inspect.status.view import left_out_lines, skipped_lines
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.text import visible

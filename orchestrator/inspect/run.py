@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,14 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, VERIFY, Finding, FindingFiles, asker
 from orchestrator.inspect import frames
 from orchestrator.inspect.run_control import Reply, SentRequest, unheard
-from orchestrator.inspect.status.orphans import Pruned, orphans_of, prune, release
+from orchestrator.inspect.status.integrity import NoVerifyProgress, Verifying, VerifyProgress, done_before
+from orchestrator.inspect.status.lineage import Pruned, orphans_of, prune, release
 from orchestrator.inspect.status.point_rows import names_of, point_rows, standing, verified_point
 from orchestrator.inspect.status.snapshot import GONE
 from orchestrator.inspect.status.status_reader import look_at, since_it_moved
-from orchestrator.inspect.status.verifying import NoVerifyProgress, Verifying, VerifyProgress, done_before
 from orchestrator.inspect.status.view import Quiet, RunView, not_watched
 from orchestrator.records.steps import StepRecord
-from orchestrator.storage.open import open_storage
+from orchestrator.storage.open import absolute, open_storage
 from orchestrator.text import visible
 
 if TYPE_CHECKING:
@@ -89,10 +90,10 @@ class Run:
 
     def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
         """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see
-        `inspect.status.tree`. `rows`: those of `points`, which reads all of them, if you have them.
+        `inspect.status.lineage`. `rows`: those of `points`, which reads all of them, if you have them.
         """
         from orchestrator.coordinator.attempt.forking import forks_beside
-        from orchestrator.inspect.status.tree import attempt_facts, tree_lines
+        from orchestrator.inspect.status.lineage import attempt_facts, tree_lines
 
         rows = self.list_points() if rows is None else rows
         seen, store = survey(self._store, with_steps=False), self._store
@@ -183,7 +184,7 @@ class Run:
     def prune(self, dry_run: bool = False) -> list[Pruned]:
         """Deletes the resume points that are off the history (orphans), and those that the retention of the
         newest attempt's configuration lets go, once that attempt has ended; none that is pinned. `dry_run`
-        says which these are. See `inspect.status.orphans`.
+        says which these are. See `inspect.status.lineage`.
         """
         seen = survey(self._store, with_steps=False)
         pruned = prune(self._store, orphans_of(self._store, seen), asker(), self._run_id(), dry_run)
@@ -303,9 +304,21 @@ class Run:
         """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
         the document of `export --json`. See `checkpoint.export.export.export_point`.
         """
-        from orchestrator.inspect.weights import export
+        from orchestrator.checkpoint.export.export import export_point
+        from orchestrator.coordinator.attempt.resume_point_choice import point_for_weights
 
-        return export(self.uri, self._store, out, point, dtype, say)
+        name, damages = point_for_weights(self.uri, self._store, point)
+        exported = export_point(self._store, name, out, dtype, say=say)
+        return {
+            "run": self.uri,
+            "point": name,
+            "out": absolute(str(out)),
+            "dtype": exported.dtype,
+            "weights_digest": exported.weights_digest,
+            "bytes": exported.num_bytes,
+            "files": [entry.path for entry in exported.files],
+            "damages": [asdict(damage) for damage in damages],
+        }
 
     def save(self, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point, and waits until it is

@@ -37,8 +37,14 @@ from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.coordinator_process import HostedCoordinator, LaunchWatch
-from orchestrator.torchrun.member import GroupStart, Member
-from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
+from orchestrator.torchrun.member import (
+    GroupStart,
+    Member,
+    require_gpus,
+    require_group,
+    require_memory,
+    say_disk,
+)
 from orchestrator.trainer.dry_run.model_dry_run import require_model
 from orchestrator.trainer.interfaces.job import Outcome
 

@@ -21,10 +21,10 @@ from orchestrator.checkpoint.points.point_status import PointStatus, remove_left
 from orchestrator.checkpoint.points.points import COMMIT, Point
 from orchestrator.checkpoint.points.rank_files import PartsOnNode
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.errors import ResourceError, ResumePointError, StorageError, UnreachableNodeError
-from orchestrator.inspect.status.verifying import Verifying
+from orchestrator.inspect.status.integrity import Verifying
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.records.steps import StateKey

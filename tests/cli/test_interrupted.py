@@ -45,7 +45,7 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
     [
         (
             "verify example",
-            "orchestrator.inspect.status.verifying:Verifying._row",
+            "orchestrator.inspect.status.integrity:Verifying._row",
             0,
             ": `verify RUN --resume`",
         ),

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.inspect.status.missing import wrong_sizes
+from orchestrator.inspect.status.integrity import wrong_sizes
 from tests.checkpoint.files.node_disks import Disks
 from tests.checkpoint.samples import key
 from tests.planning.identities import IDENTITY

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes, Servers
 from orchestrator.checkpoint.points.rank_files import PartsOnNode
-from orchestrator.checkpoint.writer.part_job import PartCancelled
+from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.errors import StorageError, UnreachableNodeError

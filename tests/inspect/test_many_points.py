@@ -18,9 +18,9 @@ from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import StorageError
+from orchestrator.inspect.status.integrity import Verifying
 from orchestrator.inspect.status.point_rows import point_rows, standing
 from orchestrator.inspect.status.status_reader import look_at
-from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.storage.files import Storage

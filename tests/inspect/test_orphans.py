@@ -15,7 +15,7 @@ from orchestrator.coordinator.attempt.forking import describe, found_run
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.inspect import run as monitor
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.orphans import Pruned
+from orchestrator.inspect.status.lineage import Pruned
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli import commands as cli
 from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.tree import AttemptFacts, tree_lines
+from orchestrator.inspect.status.lineage import AttemptFacts, tree_lines
 from tests.launch.runner import Runner, damage_weights
 
 

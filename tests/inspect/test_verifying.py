@@ -14,7 +14,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
 from orchestrator.errors import StorageError
 from orchestrator.history.numbered_files import AUDIT, VERIFY, Finding
-from orchestrator.inspect.status.verifying import Verifying, done_before
+from orchestrator.inspect.status.integrity import Verifying, done_before
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.points import Damage
 from orchestrator.storage.files import Storage

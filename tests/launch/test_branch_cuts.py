@@ -17,7 +17,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.inspect.status.orphans import prune, release
+from orchestrator.inspect.status.lineage import prune, release
 from orchestrator.launch.branch import fork as forks
 from orchestrator.launch.branch import rewind as rewinding
 from orchestrator.launch.branch.point_query import PointQuery

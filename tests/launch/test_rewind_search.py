@@ -24,7 +24,7 @@ from orchestrator.history.claims.claim_files import REWIND
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
-from orchestrator.inspect.status.orphans import release
+from orchestrator.inspect.status.lineage import release
 from orchestrator.launch.branch import rewind as rewinding
 from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.branch.rewind import RewindPlan

@@ -10,7 +10,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ResourceError
 from orchestrator.launch.capacity.cluster_inventory import machines_here
 from orchestrator.launch.capacity.resource_estimate import needs_of
-from orchestrator.torchrun.requirements import require_memory
+from orchestrator.torchrun.member import require_memory
 from tests.planning.jobs import job
 from tests.raising import raises
 

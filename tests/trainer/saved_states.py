@@ -11,7 +11,7 @@ import torch
 from orchestrator.checkpoint.files.part_file import make_part, write_part
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer.part_job import PartWritten
+from orchestrator.checkpoint.writer.writer_process import PartWritten
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, written_rows
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote

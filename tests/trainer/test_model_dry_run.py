@@ -20,7 +20,6 @@ from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.resume.resume_plan import plan_resume
 from orchestrator.planning.state.memory import ModelSize
-from orchestrator.trainer.dry_run.known_keys import require_known_keys
 from orchestrator.trainer.dry_run.model_dry_run import (
     ModelFacts,
     require_model,
@@ -28,6 +27,7 @@ from orchestrator.trainer.dry_run.model_dry_run import (
     try_model,
 )
 from orchestrator.trainer.model.build_model import build_model
+from orchestrator.trainer.model.model_settings import require_known_keys
 from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.raising import raises

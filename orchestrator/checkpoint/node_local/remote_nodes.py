@@ -29,7 +29,7 @@ from orchestrator.checkpoint.node_local.node_folder import (
     place_in,
     root_here,
 )
-from orchestrator.checkpoint.writer.part_job import PartCancelled
+from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.planning.state.copy_placement import keeper
 from orchestrator.records.points import FileEntry, NodePlace

@@ -15,8 +15,8 @@ from typing_extensions import override
 from orchestrator.checkpoint.files.manifest import PartManifest
 from orchestrator.checkpoint.node_local.node_folder import expanded, make_node, place_in
 from orchestrator.checkpoint.points.point_files import PointFiles
-from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.checkpoint.writer.part_writer import Placed
+from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.errors import text_of
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage

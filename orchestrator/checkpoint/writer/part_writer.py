@@ -1,4 +1,4 @@
-"""Writes a rank's parts in a separate process (`checkpoint.writer.writer`), which is restarted if it dies."""
+"""Writes a rank's parts in a separate process (`writer_process`), which is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from orchestrator.checkpoint.writer.part_job import (
+from orchestrator.checkpoint.writer.writer_process import (
+    CANCELLED,
+    GROWS,
     PartCancelled,
     PartJob,
     PartWritten,
@@ -22,7 +24,6 @@ from orchestrator.checkpoint.writer.part_job import (
     job_line,
     perform,
 )
-from orchestrator.checkpoint.writer.writer import CANCELLED, GROWS
 from orchestrator.errors import StorageError
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
@@ -31,7 +32,7 @@ from orchestrator.storage.files import Storage
 PROCESS_FROM_BYTES = 8 << 20
 _MOST_DEATHS = 3
 _CLOSE_S = 10.0  # for a piece to end
-_WRITER = "orchestrator.checkpoint.writer.writer"
+_WRITER = "orchestrator.checkpoint.writer.writer_process"
 
 
 class Placed(Protocol):

@@ -18,7 +18,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.field_rules import in_todays_fields
 from orchestrator.coordinator.attempt.forking import is_folder, point_info
 from orchestrator.coordinator.attempt.source_resolution import SourceResolution
-from orchestrator.coordinator.attempt.survey import Survey, require_listed
+from orchestrator.coordinator.attempt.survey import Survey, decided, require_listed
 from orchestrator.coordinator.machine.launch_actions import THE_DATA
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claims import ClaimParent, Origin
@@ -278,3 +278,26 @@ def find_known_epochs(
         if found is not None:
             return found
     return None
+
+
+def point_for_weights(uri: str, store: RunStore, point: str | None) -> tuple[str, tuple[Damage, ...]]:
+    """Returns the named point, also one off the history. Without a name: the newest point on it that is
+    healthy by sizes, and the reasons against newer ones.
+    """
+    if point is not None:
+        names = store.point_names()
+        if point not in names:
+            raise RefusedError(
+                f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}",
+                code="point.unknown",
+            )
+        return point, ()
+    found, damages = decided(
+        store, lambda seen: choose_point(store, seen, "latest", fast=True), with_steps=False
+    )
+    if found is None:
+        raise RefusedError(
+            f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one",
+            code="run.no_point",
+        )
+    return found.name, damages

@@ -24,7 +24,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.journal.journal_reader import JournalEvent
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.inspect.status.verifying import Verifying
+from orchestrator.inspect.status.integrity import Verifying
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.records.points import DamagedPointError

@@ -271,7 +271,7 @@ class RunSnapshot:
 
     @property
     def state(self) -> str:
-        """One of the states of `status.verdict`."""
+        """One of the states from `NEW` to `UNREADABLE`."""
         if self.number is None:
             return GONE if self.missing else NEW
         if self.outcome:

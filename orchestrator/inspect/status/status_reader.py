@@ -22,7 +22,7 @@ from orchestrator.history.claims.claim_files import RESUME, REWIND, UNREADABLE, 
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.liveness import Busy, Free
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.inspect.status.missing import (
+from orchestrator.inspect.status.integrity import (
     lost_points,
     missing_pieces,
     newest_there,

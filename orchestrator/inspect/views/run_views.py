@@ -21,7 +21,7 @@ from orchestrator.history.claims.claim_files import read_starts, sealed_ids
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.history.journal.journal_lines import MIXED, JournalLines, with_cut_off
 from orchestrator.history.journal.line_format import EventKind, LaterLineError
-from orchestrator.inspect.status.missing import (
+from orchestrator.inspect.status.integrity import (
     lost_points,
     missing_pieces,
     newest_there,

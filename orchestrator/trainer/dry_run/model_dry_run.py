@@ -21,7 +21,7 @@ from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
-from orchestrator.trainer.dry_run.known_keys import require_known_keys
+from orchestrator.trainer.model.model_settings import require_known_keys
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -211,7 +211,7 @@ def _build(
     from orchestrator.trainer.model import build_model as models
     from orchestrator.trainer.model.factory_output import Forward, try_forward
     from orchestrator.trainer.model.model_call import require_document_attention
-    from orchestrator.trainer.model.text_config import without_cache
+    from orchestrator.trainer.model.model_settings import without_cache
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 
@@ -369,7 +369,7 @@ def _size(model: Any) -> ModelSize:
 
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
-    from orchestrator.trainer.model.text_config import text_config
+    from orchestrator.trainer.model.model_settings import text_config
     from orchestrator.trainer.state.sharded_state import blocks_of
 
     scalars = _scalars(model)

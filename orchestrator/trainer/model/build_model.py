@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.model.factory_output import require_state
 from orchestrator.trainer.model.model_call import balancing_loss, call_model, document_inputs
-from orchestrator.trainer.model.text_config import without_cache
+from orchestrator.trainer.model.model_settings import without_cache
 from orchestrator.trainer.weights.initial import fill, open_model
 from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.model.text_config import settings_of, text_config
+from orchestrator.trainer.model.model_settings import settings_of, text_config
 
 _DOCUMENT_ATTENTION = "model.document_attention"
 _BY_ITSELF = "document_ids"

@@ -2,8 +2,8 @@
 
 import sys
 
-from orchestrator.checkpoint.writer import writer
+from orchestrator.checkpoint.writer import writer_process
 
 if __name__ == "__main__":
-    writer._GROWS_EVERY_S = -1.0
-    writer.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    writer_process._GROWS_EVERY_S = -1.0
+    writer_process.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

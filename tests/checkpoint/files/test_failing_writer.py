@@ -13,8 +13,14 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.writer import part_writer
-from orchestrator.checkpoint.writer.part_job import JobPart, PartCancelled, PartJob, PartWritten, perform
 from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.checkpoint.writer.writer_process import (
+    JobPart,
+    PartCancelled,
+    PartJob,
+    PartWritten,
+    perform,
+)
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import Layout, flat_part, layout_of
 from orchestrator.records.points import Vote

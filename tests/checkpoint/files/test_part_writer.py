@@ -16,8 +16,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.writer import part_writer
-from orchestrator.checkpoint.writer.part_job import MappedBuffer, PartCancelled, PartJob, perform, shared_path
 from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.checkpoint.writer.writer_process import (
+    MappedBuffer,
+    PartCancelled,
+    PartJob,
+    perform,
+    shared_path,
+)
 from orchestrator.errors import StorageError
 from orchestrator.storage.files import Storage
 from tests.checkpoint.files.samples import POINT, job_of

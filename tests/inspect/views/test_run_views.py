@@ -30,9 +30,9 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.run import Run
+from orchestrator.inspect.status.integrity import Verifying
 from orchestrator.inspect.status.point_rows import PointRow, point_rows
 from orchestrator.inspect.status.status_reader import SnapshotReader
-from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.views import points_table
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.goodput import PARTS, apportioned

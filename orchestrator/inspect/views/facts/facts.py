@@ -148,7 +148,7 @@ class RunFacts:
     shape: int = 0
     size: int = 0
     missing: frozenset[str] = frozenset()  # points that lost their COMMIT, and nobody meant to delete
-    pieces: tuple[str, ...] = ()  # missing parts of the folder (`inspect.status.missing`)
+    pieces: tuple[str, ...] = ()  # missing parts of the folder (`inspect.status.integrity`)
     points_seen: tuple[int, int] = (0, 0)  # grows with changes of points, pins and findings
     _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 

@@ -1,7 +1,10 @@
-"""Finds keys of a `model.config` that no model reads.
+"""The settings of a transformers model: those of the language model inside it, and keys that no model reads.
+
+A model that also reads images or sound nests the configuration of its language model (`text_config`). The
+language model's windows, ids and sizes are then in the nested configuration.
 
 transformers stores any key as an attribute. With a misspelt width, it would silently train a model of the
-default width.
+default width: `require_known_keys` refuses that.
 """
 
 from __future__ import annotations
@@ -12,12 +15,56 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.problems import near
 from orchestrator.config.text import Path, Problem, dotted
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.model.text_config import inner_settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+def text_config(model: nn.Module) -> Any:
+    """Returns the configuration of the language model inside `model`, also under DDP; None if it has none."""
+    return text_settings(getattr(_inner(model), "config", None))
+
+
+def text_settings(settings: Any) -> Any:
+    """Returns the configuration of the language model inside a transformers configuration, often itself."""
+    with suppress(Exception):  # a factory's model may have a configuration of another kind
+        return settings.get_text_config(decoder=True)
+    return settings
+
+
+def inner_settings(settings: Any) -> dict[str, Any]:
+    """Returns the configurations directly inside a transformers configuration, by key."""
+    names = getattr(settings, "sub_configs", {})
+    return {name: inner for name in names if (inner := getattr(settings, name, None)) is not None}
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """Returns the model's own configuration, and that of its language model if it is another.
+
+    Empty if the model has none.
+    """
+    own = getattr(_inner(model), "config", None)
+    if own is None:
+        return []
+    nested = text_settings(own)
+    return [own] if nested is own else [own, nested]
+
+
+def without_cache(model: nn.Module) -> None:
+    """Disables the cache of keys and values of a transformers model, which training does not use."""
+    for settings in settings_of(model):
+        settings.use_cache = False
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    from torch import nn
+
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
 
 # Keys that any model reads or any published configuration contains, though not every class declares them.
 _OF_ALL = frozenset(
