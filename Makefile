@@ -37,7 +37,7 @@ browser:
 	} || echo "no chromium is here, and none could be installed: the tests of the page skip"
 
 chaos: $(TOOLS)
-	$(BIN)/python -m pytest -m chaos -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m chaos --timeout=1800 -n 2 --dist loadgroup --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m "not chaos and not system" -n 2 --hypothesis-profile=random \
 		$$(grep -l "^from hypothesis import .*given" -r tests --include="test_*.py")
 

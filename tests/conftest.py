@@ -107,6 +107,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert not spread, f"xdist does not group these (another version of pytest?): {spread[:3]}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """A process of the tests has died, so they end: xdist would wait for ever for the rest of its group."""
+    pytest.exit(f"a process of the tests died while it ran {crashitem}", returncode=1)
+
+
 def _group(item: pytest.Item) -> str:
     mark = item.get_closest_marker("xdist_group")
     return str(mark.args[0]) if mark is not None else _file(item.nodeid)
