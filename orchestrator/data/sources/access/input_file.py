@@ -14,8 +14,9 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
+
+from typing_extensions import override
 
 from orchestrator.data.common.user_code import load, shown
 from orchestrator.data.sources.access.records_in_memory import join
@@ -27,30 +28,17 @@ _REMOTE_BUFFER_BYTES = 4 << 20
 
 
 class InputFile(Protocol):
-    """An open file. Reading raises `OSError`. Readers do not share a position.
+    """An open file. Reading raises `OSError`. Readers do not share a position. Leaving its block closes it.
 
-    `name` is for messages, and the path of a local file. `etag` is empty if the storage has none.
+    `name` is for messages, and the path of a local file. `size` is in bytes, `mtime_ns` the modification time
+    in nanoseconds since 1970, both of when the file was opened. `etag` is the storage's identifier of the
+    content, empty if it has none.
     """
 
-    @property
-    def name(self) -> str:
-        """The file's name in messages."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        ...
-
-    @property
-    def mtime_ns(self) -> int:
-        """The modification time, in nanoseconds since 1970."""
-        ...
-
-    @property
-    def etag(self) -> str:
-        """The storage's identifier of the content."""
-        ...
+    name: str
+    size: int
+    mtime_ns: int
+    etag: str
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Bytes [offset, offset + num_bytes); fewer only at the end of the file."""
@@ -60,14 +48,15 @@ class InputFile(Protocol):
         """The whole file as a seekable stream with its own position, at its first byte."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def close(self) -> None:
+        """Closes what is held open. A second call does nothing."""
+        return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_input(base: str, path: str) -> InputFile:
@@ -89,7 +78,7 @@ def for_arrow(file: InputFile) -> Any:
     return file.name if isinstance(file, LocalFile) else pa.PythonFile(file.stream(), mode="r")
 
 
-class LocalFile:
+class LocalFile(InputFile):
     """An open local file."""
 
     def __init__(self, name: str) -> None:
@@ -98,30 +87,25 @@ class LocalFile:
         status = os.fstat(self._file.fileno())
         self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
 
+    @override
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`. Repeats, because a single system call may read less than requested."""
+        # repeats, because a single system call may read less than requested
         pieces, stop = list[bytes](), offset + num_bytes
         while offset < stop and (piece := os.pread(self._file.fileno(), stop - offset, offset)):
             pieces.append(piece)
             offset += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    @override
     def stream(self) -> io.BufferedIOBase:
-        """See `InputFile`. Valid while the file is open."""
+        """A stream that is valid while the file is open."""
         return io.BufferedReader(_Stream(self.size, self._read_into), _BUFFER_BYTES)
 
     def _read_into(self, offset: int, into: memoryview) -> int:
         return os.preadv(self._file.fileno(), [into], offset)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    @override
+    def close(self) -> None:
         self._file.close()
 
 
@@ -131,21 +115,21 @@ class _Seekable(io.RawIOBase):
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0
 
+    @override
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
+    @override
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
         return self._at
 
 
@@ -156,17 +140,17 @@ class _Stream(_Seekable):
         super().__init__(size)
         self._read_into = read_into
 
+    @override
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`."""
         num = self._read_into(self._at, memoryview(buffer).cast("B"))
         self._at += num
         return num
 
 
-class RemoteFile:
+class RemoteFile(InputFile):
     """An object as it was when opened: reading raises `OSError` if it was replaced since.
 
-    Holds no connection. Thread-safe. See `InputFile`.
+    Holds no connection. Thread-safe.
     """
 
     def __init__(self, uri: str) -> None:
@@ -176,14 +160,16 @@ class RemoteFile:
         facts = self._store.facts(self._key)
         self.size, self.mtime_ns, self.etag = facts.size, facts.mtime_ns, facts.tag
 
+    @override
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`. One request, with retries if its answer is interrupted."""
+        """Reads with one request, with retries if its answer is interrupted."""
         data = bytearray(max(0, min(offset + num_bytes, self.size) - offset))
         self._read_into(offset, memoryview(data))
         return bytes(data)
 
+    @override
     def stream(self) -> io.BufferedIOBase:
-        """See `InputFile`. Reads 4 MiB at a time."""
+        """A stream that reads 4 MiB at a time."""
         return io.BufferedReader(_Stream(self.size, self._read_into), _REMOTE_BUFFER_BYTES)
 
     def _read_into(self, offset: int, into: memoryview) -> int:
@@ -202,16 +188,6 @@ class RemoteFile:
             repeated(request)
         return len(part)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
 
 
 # -------------------------------------------------------------------------------------------- announced parts
@@ -242,7 +218,7 @@ class RangedReads(_Seekable):
         return found
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`. Does not move the stream's position."""
+        """As `InputFile.read_at`. Does not move the stream's position."""
         at, stop = offset, min(offset + num_bytes, self._size)
         found = list[bytes]()
         while at < stop:
@@ -283,8 +259,8 @@ _opening = threading.Lock()
 _opened_records: dict[str, _OpenedRecords] = {}
 
 
-class CodeRecords:
-    """An `InputFile` of records: `size` is their number, `etag` the identity of the records and their
+class CodeRecords(InputFile):
+    """Records instead of bytes: `size` is their number, `etag` the identity of the records and their
     code.
     """
 
@@ -349,27 +325,16 @@ class CodeRecords:
             )
         return list(found)
 
+    @override
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Raises: the file has no bytes."""
         self._no_bytes()
 
+    @override
     def stream(self) -> io.BufferedIOBase:
-        """Raises: the file has no bytes."""
         self._no_bytes()
 
     def _no_bytes(self) -> NoReturn:
         raise AssertionError(f"{self.name} has records and no bytes")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
 
 
 def _open_records(name: str) -> _OpenedRecords:

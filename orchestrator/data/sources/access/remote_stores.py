@@ -23,6 +23,8 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
+from typing_extensions import override
+
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError
 from orchestrator.records.backoff import Backoff
@@ -193,22 +195,29 @@ def commit_of(path: HubPath) -> str:
     return _asked(path.root, ask)
 
 
-class HubDataset:
-    """A dataset of the hub at one commit, as a `RemoteStore`."""
+class HubDataset(RemoteStore):
+    """A dataset of the hub at one commit."""
 
     def __init__(self, uri: str) -> None:
         """`uri` is that of the whole dataset (`HubPath.root`)."""
-        self.uri = uri
+        self._uri = uri
 
+    @property
+    @override
+    def uri(self) -> str:
+        return self._uri
+
+    @override
     def facts(self, key: str) -> ObjectFacts:
-        """See `RemoteStore`. The facts about a file at a commit are queried once per process."""
+        # those of a file at a commit are queried once per process
         found = _facts(f"{self.uri}/{key}")
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.uri}/{key}")
         return found
 
+    @override
     def below(self, folder: str) -> Iterator[tuple[str, ObjectFacts]]:
-        """See `RemoteStore`. One request for 1,000 files."""
+        """Yields all files below a folder, with one request for 1,000 of them."""
         at = split_hub(f"{self.uri}/{folder}")
 
         def ask() -> list[Any]:
@@ -228,9 +237,9 @@ class HubDataset:
                 etag = found.lfs.sha256 if found.lfs else found.blob_id
                 yield found.path, ObjectFacts(size=found.size, tag=etag)
 
+    @override
     def read(self, key: str, start: int, into: memoryview, tag: str) -> int:
-        """See `RemoteStore`. A commit's file is always the same."""
-        del tag
+        del tag  # a commit's file is always the same
         from huggingface_hub import utils
 
         client: Any = utils
