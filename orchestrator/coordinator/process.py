@@ -28,6 +28,7 @@ from orchestrator.errors import FencedError, OrchestratorError, StorageError, co
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.storage.tries import TIMEOUT
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes
@@ -273,7 +274,7 @@ class CoordinatorProcess:
             if left_s <= 0:
                 raise StorageError(
                     f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable",
-                    code="storage.timeout",
+                    code=TIMEOUT,
                 )
             await asyncio.wait([made], timeout=left_s)
         return made.result()

@@ -236,7 +236,7 @@ def until_storage_works(
             if text := trouble.failed(str(error), began):
                 tell(text)
             if reason := trouble.verdict(time.monotonic()):
-                raise StorageError(reason, code="storage.failing") from error
+                raise StorageError(reason, code="storage.outage") from error
         else:
             if text := trouble.worked():
                 tell(text)

@@ -302,7 +302,7 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
 
     async def is_over(actor: Coordinator) -> bool:
         found = await status(actor)
-        return (found.ended, found.code) == ("failed", "storage.failing")
+        return (found.ended, found.code) == ("failed", "storage.outage")
 
     monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 0.1)
     monkeypatch.setattr(launch_driver, "LAST_TRY_S", 0.0)

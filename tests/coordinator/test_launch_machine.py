@@ -119,12 +119,12 @@ def test_a_fixed_group_ends_with_the_first_member_that_dies(there: str) -> None:
 def test_a_fixed_group_ends_with_the_error_of_one_member_once_the_others_have_come_back() -> None:
     machine = fixed(*"ab")
     text = "the disk is gone"
-    machine.failed("b", "StorageError", text, True, now=2.0, code="storage.failing")
+    machine.failed("b", "StorageError", text, True, now=2.0, code="storage.outage")
     machine.join(replace(JOIN, member="a", key=key(1), leaves=(1, 1), cursor=Cursor()), 2.0)
     assert ends(machine.tick(2.0)) == [("failed", "a failure")], "and forms no group of one"
     assert machine.ended is not None
     assert text in machine.ended[1]
-    assert machine.code == "storage.failing"
+    assert machine.code == "storage.outage"
 
 
 def test_a_fixed_group_ends_with_a_member_that_does_not_come_back() -> None:

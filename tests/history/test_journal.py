@@ -317,7 +317,7 @@ def test_unequal_copies_are_an_error_for_writer_and_reader(storage, change) -> N
     other = writer(storage, attempt=2)
     other.step(replace(record(key(1)), **change))
     other.close()
-    with raises(StorageError, "history.contradiction", "a0002/000001.jsonl line 1", name):
+    with raises(StorageError, "history.inconsistent", "a0002/000001.jsonl line 1", name):
         read_journal(storage)
 
 

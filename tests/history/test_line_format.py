@@ -152,7 +152,7 @@ def test_a_copy_of_a_step_in_a_line_without_a_number_is_equal_to_one_with_it() -
         READERS[name](journal_of([*lines, copy]))
     assert len(read_journal(journal_of([*lines, copy])).records) == 2
     other = {**copy, "loss": step["loss"] + 1}
-    with raises(StorageError, "history.contradiction", "differ in loss"):
+    with raises(StorageError, "history.inconsistent", "differ in loss"):
         read_journal(journal_of([*lines, other]))
     (damage,) = read_columns(journal_of([*lines, other])).damages
     assert "differ in loss" in damage.reason

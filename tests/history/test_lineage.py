@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.claims import CONTRADICTION, Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims.claims import INCONSISTENT, Claim, ClaimParent, GenerationStart
 from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.resume.identity import Difference
@@ -228,7 +228,7 @@ def test_what_no_honest_writer_leaves_is_an_error_and_refused(claims, parents, s
     ],
 )
 def test_a_record_that_no_history_can_contain_cannot_be_made_or_read(make):
-    with raises(OrchestratorError, CONTRADICTION):
+    with raises(OrchestratorError, INCONSISTENT):
         make()
 
 

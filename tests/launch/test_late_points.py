@@ -18,7 +18,7 @@ from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, survey
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claims.claims import CONTRADICTION
+from orchestrator.history.claims.claims import INCONSISTENT
 from orchestrator.launch.branch import rewind as rewinding
 from orchestrator.launch.branch.point_query import PointQuery
 from orchestrator.launch.start import attempt_claim
@@ -131,7 +131,7 @@ def test_the_search_catches_a_start_that_mixes_two_looks(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume_point_choice, "require_listed", mixes)
-    assert CONTRADICTION in search(runner, tmp_path, starts)
+    assert INCONSISTENT in search(runner, tmp_path, starts)
 
 
 @pytest.mark.chaos
@@ -139,4 +139,4 @@ def test_the_search_catches_a_rewind_that_mixes_two_looks(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewinding, "require_listed", mixes)
-    assert CONTRADICTION in search(runner, tmp_path, rewinds)
+    assert INCONSISTENT in search(runner, tmp_path, rewinds)

@@ -75,7 +75,7 @@ def test_a_part_that_nobody_wants_any_more_and_that_does_not_end_ends_the_member
     saver.poll(state)
     assert not saver.is_free, "until it has stopped writing no other save begins"
     now[0] += 1.0
-    with raises(StorageError, "storage.no_answer", "00000001-a0001-g0001", "901 s", "900 s"):
+    with raises(StorageError, "storage.timeout", "00000001-a0001-g0001", "901 s", "900 s"):
         saver.poll(state)
     storage.goes_on.set()
     assert coordinator.reported.wait(LIMIT_S)

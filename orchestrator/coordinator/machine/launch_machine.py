@@ -473,7 +473,7 @@ class LaunchMachine:
         if self.ended is not None:
             return []
         if reason := self._trouble.verdict(now):
-            return self.end("failed", reason, code="storage.failing")
+            return self.end("failed", reason, code="storage.outage")
         actions = [*self._over(), *self._judge_errors()]
         if self.ended is not None:
             return actions

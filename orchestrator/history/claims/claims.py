@@ -19,7 +19,7 @@ from orchestrator.records.steps import StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
 ORIGIN = 0  # the attempt of a fork's initial state: claims are numbered from 1
-CONTRADICTION = "history.contradiction"  # the code of the error for a record that no history can contain
+INCONSISTENT = "history.inconsistent"  # the code of the error for records that contradict each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class ClaimParent:
 
     def __post_init__(self) -> None:
         if why := self._contradiction():
-            raise OrchestratorError(f"the claim of attempt {self.attempt} {why}", code=CONTRADICTION)
+            raise OrchestratorError(f"the claim of attempt {self.attempt} {why}", code=INCONSISTENT)
 
     def _contradiction(self) -> str:
         if self.attempt <= ORIGIN:
@@ -190,12 +190,12 @@ class GenerationStart:
         if self.parent is None:
             if self.attempt != ORIGIN and any(counts):
                 raise OrchestratorError(
-                    f"{what} begins from nothing at (samples, tokens, targets) = {counts}", code=CONTRADICTION
+                    f"{what} begins from nothing at (samples, tokens, targets) = {counts}", code=INCONSISTENT
                 )
         elif (self.parent.attempt, self.parent.generation) >= self.id:
             raise OrchestratorError(
                 f"{what} names the parent {self.parent.point_name}, which is not older than itself",
-                code=CONTRADICTION,
+                code=INCONSISTENT,
             )
 
     @property

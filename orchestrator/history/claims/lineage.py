@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId, GenerationStart
+from orchestrator.history.claims.claims import (
+    INCONSISTENT,
+    ORIGIN,
+    Claim,
+    ClaimParent,
+    GenerationId,
+    GenerationStart,
+)
 from orchestrator.planning.resume.skipping import Skip, SkipClaim
 from orchestrator.records.steps import StateKey, StepRecord
 
@@ -363,7 +370,7 @@ def require_sound(lineage: Lineage) -> Lineage:
         raise OrchestratorError(
             f"the run's history contradicts itself:\n{listed}\nNothing is continued or read from it. Restore "
             "attempts/ and journal/ from a copy, or start a new run with another name",
-            code="history.inconsistent",
+            code=INCONSISTENT,
         )
     return lineage
 

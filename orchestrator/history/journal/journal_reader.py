@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError, TrainingError
-from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
+from orchestrator.history.claims.claims import INCONSISTENT, GenerationId, GenerationStart
 from orchestrator.history.claims.segments import journal_folder, read_first
 from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP, check_copy
@@ -161,7 +161,7 @@ class _Outline:
         if isinstance(error, _ContradictionError | TrainingError):
             raise StorageError(
                 f"{path} line {number} contradicts an earlier line: {error}; restore journal/ from a copy",
-                code=CONTRADICTION,
+                code=INCONSISTENT,
             ) from error
         reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
         self.damages.append(

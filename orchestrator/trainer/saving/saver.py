@@ -24,6 +24,7 @@ from orchestrator.planning.state.state_layout import Layout, flat_part
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.points import SavedTensor, Vote
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.storage.tries import TIMEOUT
 from orchestrator.trainer.comm.group import GenerationEnded, Group
 from orchestrator.trainer.interfaces.membership import Membership
 from orchestrator.trainer.loading.state_tensors import Item, dtype_name, saved_tensors
@@ -224,7 +225,7 @@ class Saver:
             raise StorageError(
                 f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "
                 f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here",
-                code="storage.no_answer",
+                code=TIMEOUT,
             )
         if (
             save is not None

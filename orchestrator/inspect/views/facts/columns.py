@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
+from orchestrator.history.claims.claims import INCONSISTENT, GenerationId, GenerationStart
 from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, JUMP_S, STEP, check_copy
 from orchestrator.history.journal.line_format import EventKind
@@ -268,7 +268,7 @@ class Columns:
             known = self._generation(start.id)
             if known.start is not None and known.start != start:
                 raise OrchestratorError(
-                    f"two different starts of generation: {known.start} and {start}", code=CONTRADICTION
+                    f"two different starts of generation: {known.start} and {start}", code=INCONSISTENT
                 )
             known.start, known.event = start, known.event or event
             if known.last_tokens is None:
@@ -276,7 +276,7 @@ class Columns:
         elif line["attempt"] != attempt:
             raise OrchestratorError(
                 f"it is an event of attempt {line['attempt']} in the journal of attempt {attempt}",
-                code=CONTRADICTION,
+                code=INCONSISTENT,
             )
         self._keep(event)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claim_files import REWIND
-from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationId
+from orchestrator.history.claims.claims import INCONSISTENT, Claim, ClaimParent, GenerationId
 from orchestrator.history.claims.lineage import Lineage, Segment, discontinuity, effective_chain
 from orchestrator.inspect.views.facts.arrays import Array, Growing
 from orchestrator.inspect.views.facts.columns import Columns, RecordedGeneration
@@ -244,7 +244,7 @@ def _check(columns: Columns, path: EffectiveSteps) -> None:
             f"{a.key.point_name}, at {a.consumed_tokens}"
         )
     if errors:
-        raise OrchestratorError("\n".join(errors), code="history.inconsistent")
+        raise OrchestratorError("\n".join(errors), code=INCONSISTENT)
 
 
 Chain = list[tuple[GenerationId, float]]  # the generations that a state came through, and up to which step
