@@ -254,6 +254,7 @@ def gpu_memory_here() -> tuple[int, ...]:
     return tuple(int(text) << 20 if text.isdecimal() else 0 for (text,) in gpu_rows("memory.total"))
 
 
+# ------------------------------------------------------------------------------------------ silent or starved
 _RUNS, _STOPPED = "R", "Tt"
 
 

@@ -159,6 +159,7 @@ if __name__ == "__main__":
     _main()
 
 
+# --------------------------------------------------------------------------------------------- rank 0's watch
 STATUS_WAIT_S = 0.25  # a request of a signal waits at most this long
 ANSWER_S = 30.0  # a live coordinator answers sooner
 JOIN_LIMIT_S = 1800.0  # how long the ranks may take to join, with their models made

@@ -219,6 +219,7 @@ def _files(storage: Storage, folder: str | None) -> CommittedFiles:
     return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopyTransport(), say))
 
 
+# ----------------------------------------------------------------------------------------------- requirements
 def require_gpus() -> None:
     """Raises `ResourceError` if this machine has fewer GPUs than ranks."""
     import torch

@@ -242,6 +242,7 @@ def answer_of(line: bytes) -> PartWritten:
     return PartWritten(entry=entry, sums=sums)
 
 
+# ------------------------------------------------------------------------------------------------ the process
 _PR_SET_PDEATHSIG = 1
 _PIPE_BYTES = 64 << 10
 _NICE = 5  # a save may wait, a step may not

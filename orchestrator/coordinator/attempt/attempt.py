@@ -140,6 +140,7 @@ class Attempt:
         return self.point.key if self.point else None
 
 
+# ------------------------------------------------------------------------------------------------ its journal
 _HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driver, which killed it"
 
 

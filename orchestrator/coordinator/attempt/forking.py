@@ -285,6 +285,7 @@ def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin
     return store.take_point(other, point, key, run.id), origin
 
 
+# -------------------------------------------------------------------------------------------- the user's code
 _MAX_FORKS = 20  # forks of forks; ends circles of run.json files that name each other
 _WAIT_S = 10.0  # for another run's bucket
 

@@ -126,6 +126,7 @@ def _shown(text: bytes) -> str:
     return text.decode("ascii", "backslashreplace")
 
 
+# ----------------------------------------------------------------------------------------------------- events
 class EventKind(StrEnum):
     """The kind of an event. `fields` are the names of its fields, all of which an event of the kind has.
 

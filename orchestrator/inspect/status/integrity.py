@@ -255,6 +255,7 @@ def _few(paths: Sequence[str]) -> str:
     return ", ".join(paths[:SHOWN]) + (f" and {rest} more like it" if rest > 0 else "")
 
 
+# ------------------------------------------------------------------------------------------------- every byte
 HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
 NOTE_EVERY_S = 30.0  # interval at which results are noted meanwhile
 

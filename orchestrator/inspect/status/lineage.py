@@ -187,6 +187,7 @@ def _marks(row: Mapping[str, Any]) -> list[str]:
     return marks + [f"fork: {folder}" for folder in row["forks"] if folder not in named]
 
 
+# ------------------------------------------------------------------------------------ points that are deleted
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
     """The result for a point: `deleted`, or why it was `kept` ("": in a dry run, it would be deleted). `why`

@@ -167,6 +167,7 @@ def _work(risk: Risk) -> str:
     return f"{steps(risk.steps)} ({count(risk.tokens)} tokens{work})"
 
 
+# ----------------------------------------------------------------------------------------------- the snapshot
 RECENT_STEPS = 50  # the speed is computed from these
 
 

@@ -63,6 +63,7 @@ def unreached_ranks(addresses: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         return tuple(rank for rank, answer in enumerate(answers) if not answer)
 
 
+# ------------------------------------------------------------------------------------ the end of a generation
 Identity = tuple[int, int]  # (attempt, generation)
 
 
@@ -113,6 +114,7 @@ class GenerationEnd:
             act()
 
 
+# ----------------------------------------------------------------------------------------------------- phases
 LONG_PHASE_S = 1.0  # shorter phases are not reported
 AGAIN_S = 60.0
 QUIET_S = 3.0  # a member without a step for this long reports its activity

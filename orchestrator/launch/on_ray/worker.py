@@ -111,6 +111,7 @@ def require_storage(storage: Storage, run_id: str, ask: Callable[[MachineProof],
         raise MachineError(verdict.text, code=verdict.code)
 
 
+# ------------------------------------------------------------------------------------------------- the worker
 _ASK_S = 60.0  # a live coordinator answers sooner
 
 

@@ -254,6 +254,7 @@ def _silence_of(store: RunStore) -> Callable[[], float]:
     return lambda: silence.look(time.monotonic(), look())
 
 
+# ------------------------------------------------------------------------------------------------- one launch
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext:
     """A launch from its plan on.

@@ -358,6 +358,7 @@ def readers_with(rank: int, needy: Sequence[int], machines: Sequence[int]) -> li
     return [each for each, place in zip(needy, places, strict=True) if place == own]
 
 
+# ---------------------------------------------------------------------------------- the digest of the weights
 SUM_VERSION = "s1"
 SUM_MODULUS = 1 << 128
 

@@ -66,6 +66,7 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+# ----------------------------------------------------------------------------------- keys that no model reads
 # Keys that any model reads or any published configuration contains, though not every class declares them.
 _OF_ALL = frozenset(
     {"gradient_checkpointing", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
