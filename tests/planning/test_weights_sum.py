@@ -40,7 +40,7 @@ def ramp():
 
 # ---- what it is
 def test_golden_values():
-    """The formula is stored: whoever changes one of these must raise `SUM_VERSION`."""
+    """The formula is stored: a change of one of these needs another `SUM_VERSION`."""
     assert under_test.row_seed("model", "embed.weight", "float32", (4, 3)) == SEED
     assert digest(ramp()) == DIGEST
     assert under_test.weights_sum([]) == "s1:" + 32 * "0"
