@@ -24,6 +24,7 @@ PARTS = (
     "other",
 )  # fmt: skip
 DAY_S = 86400
+_FIRST_LINES_S = 10.0  # steps that end within this time of the first one show when that began
 
 Spent = tuple[float, float, dict[int, dict[str, float]]]
 
@@ -222,7 +223,8 @@ def _step_seconds(facts: RunFacts) -> dict[GenerationId, Spent]:
         known = found.get(generation.id)
         key = (piece.generation, int(rows[0]), int(rows[-1]), len(rows), piece.fate)
         sums = _sums(facts, key, rows, piece.fate)
-        begin, end = _window(columns["t"], columns["step_s"], rows)
+        before_s = 0.0 if known is None else math.fsum(v for day in known[2].values() for v in day.values())
+        begin, end = _window(columns["t"], columns["step_s"], rows, before_s)
         if known is None:
             found[generation.id] = (begin, end, sums)
         else:
@@ -232,8 +234,18 @@ def _step_seconds(facts: RunFacts) -> dict[GenerationId, Spent]:
     return found
 
 
-def _window(t: Array, step_s: Array, rows: Array) -> tuple[float, float]:
-    return float(t[rows[0]] - step_s[rows[0]]), float(t[rows].max())
+def _window(t: Array, step_s: Array, rows: Array, before_s: float) -> tuple[float, float]:
+    """The begin of the generation of these steps, and the end of the last. `before_s`: what its earlier steps
+    took. The begin is infinite if these steps do not show it.
+
+    A busy coordinator writes the lines of several steps together, after the last of them. So no line alone
+    shows when the first step began: of the first lines, the one that was written soonest after its step does.
+    Later lines are not used, because clocks drift.
+    """
+    since_begin = before_s + np.cumsum(step_s[rows])
+    early = max(int(np.searchsorted(since_begin, _FIRST_LINES_S)), 0 if before_s else 1)
+    begin = (t[rows[:early]] - since_begin[:early]).min(initial=math.inf)
+    return float(begin), float(t[rows].max())
 
 
 def _sums(facts: RunFacts, key: Any, rows: Array, fate: int) -> dict[int, dict[str, float]]:

@@ -198,3 +198,16 @@ def test_a_journal_of_an_earlier_version_shows_that_the_clock_went_back() -> Non
     assert then - 10 <= views.goodput()["parts"]["productive"] <= then
     (jump,) = [row for row in rows(views) if row["kind"] == EventKind.CLOCK_JUMPED]
     assert views.event(jump["id"])["fields"]["by_s"] == -3600 + 10
+
+
+def test_steps_whose_lines_a_busy_coordinator_writes_together_keep_their_time() -> None:
+    run = Written()
+    run.begin()
+    run.clocks.passed_s += 5 + 4 * 2  # the group begins after 5 s, and each step takes 2 s
+    for _ in range(4):
+        run.clocks.passed_s -= 2
+        run.write("step", 2)  # at the same time as the others
+    run.end()
+    parts = run.views().goodput()["parts"]
+    of_steps = sum(parts[name] for name in ("productive", "data_wait", "saving"))
+    assert (of_steps, parts["starting"]) == (pytest.approx(8.0, abs=0.11), pytest.approx(5.0, abs=0.11))
