@@ -166,7 +166,7 @@ def _steps(
     for _ in range(spec["steps"]):
         gradients(state, spec)
         before_write()
-        state.apply(1e-4, num_targets=1)
+        state.apply(1e-4, num_units=1)
         applied()
     return time.monotonic() - began
 

@@ -18,7 +18,10 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "json_form", "records", "faults", "paused_gc", "terminal_text", "text"},
+    {
+        *("errors", "json_form", "objectives", "records", "faults", "paused_gc", "terminal_text", "text"),
+        "user_function",
+    },
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -39,6 +42,7 @@ WITHOUT_RAY_AND_TORCH = (
     "faults.py",
     "paused_gc.py",
     "text.py",
+    "user_function.py",
     "config/",
     "storage/",
     "planning/",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.problems import MISSING, show, written
-from orchestrator.config.sections import FUNCTION
+from orchestrator.config.sections import BUILT_IN, FUNCTION
 from orchestrator.config.text import Path, Problem, Reading, value_at
 
 _CODE = re.compile(FUNCTION)
@@ -253,6 +253,31 @@ def _of_blocks(wanted: str, parallel: Any) -> _Wrong | None:
     )
 
 
+# The arguments of the built-in objective: the values that each may have, and how that is said.
+_CAUSAL_LM: dict[str, tuple[Callable[[float], bool], str]] = {
+    "z_loss": (lambda value: value >= 0, "a number >= 0"),
+    "label_smoothing": (lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
+    "logit_softcap": (lambda value: value > 0, "a number > 0"),
+}
+
+
+def _objective_args(arguments: dict[str, Any], objective: str) -> _Wrong | None:
+    if objective != BUILT_IN:
+        return None
+    for name, value in arguments.items():
+        if name not in _CAUSAL_LM:
+            return _Wrong(
+                "config.unknown_key",
+                f"names {show(name)}, and {BUILT_IN} takes {', '.join(_CAUSAL_LM)}; leave it out, or set "
+                "train.objective",
+            )
+        is_valid, expected = _CAUSAL_LM[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not is_valid(value):
+            return _Wrong("config.invalid_value", f"gives {name}={show(value)}; expected {expected}")
+    return None
+
+
 def _range(num_workers: int | list[int]) -> _Wrong | None:
     if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
         return None
@@ -320,6 +345,7 @@ _RULES = (
     ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
+    _Between(fields=("train.objective_args", "train.objective"), check=_objective_args),
     _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
     _Between(fields=("train.compile", "train.parallel"), check=_of_blocks),
     _Between(fields=("train.activation_checkpointing", "train.parallel"), check=_of_blocks),

@@ -264,6 +264,9 @@ class ModelConfig(Section):
     """
 
 
+BUILT_IN = "causal_lm"  # the objective that needs no plug-in
+
+
 class ShardsConfig(Section):
     """`train.parallel` as HSDP."""
 
@@ -274,7 +277,26 @@ class ShardsConfig(Section):
 
 
 class TrainConfig(Section):
-    """Batches, length, optimizer and schedule."""
+    """Objective, batches, length, optimizer and schedule."""
+
+    objective: Annotated[
+        Literal["causal_lm"] | Annotated[str, Field(pattern=FUNCTION)],
+        may_change("causal_lm or package.module:function"),
+    ] = "causal_lm"
+    """What is trained for: `causal_lm`: the next token's cross-entropy, and a router's loss where the model
+    returns it; `package.module:function`: a plug-in (docs/howto/objectives.md).
+    """
+    objective_args: Annotated[dict[str, Any], may_change("a mapping of arguments")] = Field(
+        default_factory=dict
+    )
+    """Keyword arguments of the objective."""
+    objective_units: Annotated[
+        Literal["targets", "samples"] | Annotated[str, Field(pattern=FUNCTION)],
+        may_change("targets, samples or package.module:function"),
+    ] = "targets"
+    """What the loss of a step is divided by, counted over all workers; a function counts it for each sample,
+    in the feeder and with NumPy alone (docs/howto/objectives.md).
+    """
 
     global_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
     """Samples per step, over all workers."""

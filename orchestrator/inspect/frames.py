@@ -182,7 +182,7 @@ def card_frame(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def steps_frame(columns: Columns, path: EffectiveSteps) -> pd.DataFrame:
-    """A row per step of the history, in order."""
+    """A row per step of the history, in order. The objective's own metrics follow the columns of `STEPS`."""
     import numpy as np
     import pandas as pd
 
@@ -195,7 +195,8 @@ def steps_frame(columns: Columns, path: EffectiveSteps) -> pd.DataFrame:
             values[name] = columns[name][rows]
     values["digest"] = [f"{digest:016x}" for digest in columns["digest"][rows].tolist()]
     values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
-    return _whole(pd.DataFrame(values, columns=list(STEPS)))
+    own = {name: pd.Series(column.array[rows], dtype="float64") for name, column in columns.metrics.items()}
+    return _whole(pd.DataFrame({**values, **own}, columns=[*STEPS, *own]))
 
 
 def columns_table() -> str:
@@ -208,7 +209,7 @@ def columns_table() -> str:
 
 def label(column: str) -> str:
     """A step's column with its unit, for an axis."""
-    unit = STEPS[column][0]
+    unit, _ = STEPS.get(column, ("", ""))
     return f"{column} ({unit})" if unit else column
 
 
@@ -297,7 +298,7 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
 
     Raises `RefusedError` for what is no metric, and where matplotlib is not installed.
     """
-    known = [name for name, (unit, _) in STEPS.items() if unit != "UTC" and name != "digest"]
+    known = [name for name in steps.columns if name not in ("digest", "time")]
     wrong = [name for name in metrics if name not in known]
     if wrong:
         raise RefusedError(

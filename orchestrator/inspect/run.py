@@ -352,7 +352,9 @@ class Run:
         return frames.frame(frames.POINTS, frames.with_pins(self.list_points(verify=verify)))
 
     def steps(self) -> pd.DataFrame:
-        """The steps of the effective history, in order. Columns: `inspect.frames.STEPS`."""
+        """The steps of the effective history, in order. Columns: `inspect.frames.STEPS`, then one for each
+        metric of the objective.
+        """
         facts = self._views().facts
         return frames.steps_frame(facts.columns, facts.path)
 

@@ -26,6 +26,7 @@ from orchestrator.errors import (
     RefusedError,
     StorageError,
 )
+from orchestrator.history.journal.code_record import functions_of
 from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.capacity import placement_check
@@ -207,13 +208,14 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
 
 def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     """`plan`. Without `runs_code` nothing that the configuration names is imported, because it is that of a
-    run's folder and nobody has read it: data that are made by code are taken to be the run's, and a
-    `model.factory` is not called. Notes say so.
+    run's folder and nobody has read it: data that are made by code are taken to be the run's, and functions
+    for the model and the objective are not called. Notes say so.
     """
     storage = starting.run_storage(job)
     found, spec = _look_ahead(job, storage) if runs_code else _look_without_code(job, storage)
     sized, facts = job, None
-    runs_code = runs_code or job.model.factory is None
+    functions = functions_of(job)
+    runs_code = runs_code or not functions
     if not runs_code:
         sized = with_known_shape(job, newest_choice(storage, RunStore(storage).claim_numbers()))
     if runs_code and spec is not None and found.action != "refuse":
@@ -234,8 +236,11 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if runs_code or found.action == "refuse" or not is_to_try(found):
         return found
-    note = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
-    return replace(found, notes=(*found.notes, note))
+    uncalled = (
+        f"{field}={path} is not called: that happens when the plan is executed"
+        for field, path in functions.items()
+    )
+    return replace(found, notes=(*found.notes, *uncalled))
 
 
 def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:

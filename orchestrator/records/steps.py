@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.records.arrays import Int32Array
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StateKey:
@@ -32,11 +33,13 @@ class StateKey:
 class StepRecord:
     """One optimizer step as stored in the journal.
 
-    Counts are after the step. `loss` is the mean over the step's target tokens (nats), None for a step
-    without targets. `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits). `ended`
-    is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that reported the
-    record, which is rank 0 unless that died. `peak_memory_bytes` is the largest amount that a rank's process
-    had taken by then (`trainer.loop`). Both are None in records from before these fields.
+    Counts are after the step. `loss` is the sum divided by the step's units (`train.objective_units`; by
+    default the mean over its target tokens in nats), None for a step without units. `digest` is the sum
+    modulo 2^64 of the trained samples' digests (16 hex digits). `ended` is when the step was applied, in
+    seconds since 1970 (UTC) by the clock of the rank that reported the record, which is rank 0 unless that
+    died. `peak_memory_bytes` is the largest amount that a rank's process had taken by then (`trainer.loop`).
+    Both are None in records from before these fields. `metrics` are those of the objective by name, each None
+    if it had no value in the step; None if the objective has none.
     """
 
     attempt: int
@@ -54,6 +57,7 @@ class StepRecord:
     save_blocked_s: float
     ended: float | None = None
     peak_memory_bytes: int | None = None
+    metrics: Mapping[str, float | None] | None = None
 
     @property
     def key(self) -> StateKey:
@@ -102,6 +106,7 @@ class BatchSlice:
     labels: Int32Array  # (stop - start, seq_len), -100 = no loss
     document_ids: Int32Array  # (stop - start, seq_len), -1 = padding
     step_targets: int  # target tokens of the whole step
+    step_units: float | None = None  # of the whole step, as the function of `train.objective_units` counts
     step_digest: int  # unsigned 64 bit, of the whole step, as computed by the feed
     cursor: Cursor  # after the step
     end_of_data: bool  # nothing follows this step

@@ -22,7 +22,6 @@ from orchestrator.planning.state.memory import memory_every_steps
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
-from orchestrator.trainer.gradient.micro_batches import cut
 from orchestrator.trainer.gradient.parallel import state_and_gradient
 from orchestrator.trainer.interfaces.job import (
     BETWEEN,
@@ -40,10 +39,12 @@ from orchestrator.trainer.interfaces.job import (
     step_limit_s,
 )
 from orchestrator.trainer.interfaces.membership import Feed, Membership
-from orchestrator.trainer.interfaces.step_summary import RankContribution, StepSummary
+from orchestrator.trainer.interfaces.step_summary import RankContribution, RankTerms, StepSummary
 from orchestrator.trainer.loading.state_tensors import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
-from orchestrator.trainer.model.build_model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.model.build_model import pick_device, set_determinism
+from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
+from orchestrator.trainer.objective.objective import step_units
 from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saving.saver import Saver, Unsaved, await_saves
 from orchestrator.trainer.state.sync_state import (
@@ -277,17 +278,18 @@ class _Trainer:
         Raises `_StepRefused` if the step must not be applied.
         """
         view, job, label = group.view, self._job, self._label
-        loss, norm = self._reduce(view, batch)
+        place = StepPlace(step=label, consumed_tokens=self._state.cursor.consumed_tokens)
+        units = step_units(job.train, batch)
+        terms, norm = self._reduce(view, batch, units, place)
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
-        contribution = self._contribution(view, batch, loss, norm)
+        contribution = self._contribution(view, batch, terms, norm)
         self._step_began = time.monotonic()
         # From here on the step may become part of the history even if this rank does not receive the summary.
-        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr, num_targets=batch.step_targets)
-        summary = StepSummary.unpack(
-            group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
-        )
+        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr, num_units=units)
+        vector = group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
+        summary = StepSummary.unpack(vector, self._gradient.objective.metric_names)
         self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
         problem = summary.problem(view.world_size, batch)
@@ -299,33 +301,30 @@ class _Trainer:
         self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
-        record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
+        record = summary.record(
+            prepared.key, prepared.cursor, prepared.num_units, prepared.lr, ended=time.time()
+        )
         self._keep(view, record, summary.acknowledged)
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
         self._num_busy = summary.num_busy
         return carried_out(summary.control, summary.num_busy)
 
-    def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
-        job = self._job
-        micros = cut(
-            batch,
-            job.train.micro_batch_size,
-            view.rank,
-            view.world_size,
-            self._device,
-            job.document_attention,
-        )
-        num_micro = batches.num_micro_batches(batch.step.num_samples, job.train.micro_batch_size)
-        loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
-        return loss, self._gradient.clip(job.train.max_grad_norm)
+    def _reduce(
+        self, view: GenerationView, batch: BatchSlice, units: float, place: StepPlace
+    ) -> tuple[RankTerms, float]:
+        train = self._job.train
+        micros = cut(batch, train.micro_batch_size, view.rank, view.world_size, self._device)
+        num_micro = batches.num_micro_batches(batch.step.num_samples, train.micro_batch_size)
+        terms = self._gradient.reduce(micros, num_micro, units, place)
+        return terms, self._gradient.clip(train.max_grad_norm)
 
     def _contribution(
-        self, view: GenerationView, batch: BatchSlice, loss: int | None, norm: float
+        self, view: GenerationView, batch: BatchSlice, terms: RankTerms, norm: float
     ) -> RankContribution:
         """Builds what this rank adds to the summary of the step."""
         control, acknowledged = self._control(view, self._label)
         return RankContribution(
-            loss=loss,
+            terms=terms,
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=batch_digest(

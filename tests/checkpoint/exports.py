@@ -54,7 +54,7 @@ def state_of(config: JobConfig, steps: int = 1) -> TrainState:
         generator = torch.Generator().manual_seed(step)
         for parameter in state.model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        state.apply(0.05, num_targets=1)
+        state.apply(0.05, num_units=1)
     return state
 
 

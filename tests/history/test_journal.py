@@ -252,7 +252,7 @@ def test_fields_of_steps_that_a_later_version_may_write_are_passed_over(storage,
     journal.step(record(key(3)))
     journal.close()
     path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
-    more = {"metrics": {"accuracy": 0.5}, "documents": [{"source": "web"}]}
+    more = {"documents": [{"source": "web"}]}
     path.write_bytes(rewritten(path.read_bytes(), lambda line: line | more))
     for read in (read_journal, read_outline):
         assert read(storage).records == (record(key(3)),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics import metric_log
-from orchestrator.history.metrics.declared import METRICS, PER_STEP, Meter, Sample
+from orchestrator.history.metrics.declared import METRICS, Meter, Sample
 from orchestrator.history.metrics.metric_log import FOLDER, EventFile, MetricLog, TensorBoard, crc32c
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 STEP_TOKENS = 64
 NOW = 1_000_000.0
+PER_STEP = tuple(name for name, metric in METRICS.items() if metric.per_step)
 
 
 def formed(attempt: int, generation: int, step: int, world_size: int = 2) -> GenerationStart:
@@ -100,6 +102,19 @@ def test_every_value_of_a_sample_is_a_declared_metric() -> None:
     }
     assert values[2] == {"points_committed": 1, "last_point_time": NOW, "tokens_at_risk": 0}
     assert values[3] == {"workers_wanted": 3, "workers_lost": 2, "steps_repeated": 2}
+
+
+def test_the_metrics_of_an_objective_are_stored_with_the_step() -> None:
+    meter = Meter()
+    meter.generation(formed(1, 1, 0))
+    plain = Meter()
+    plain.generation(formed(1, 1, 0))
+    own = replace(trained(1, 1, 1), metrics={"z_loss": 0.25, "nothing": None})
+    found, before = meter.step(own, NOW), plain.step(trained(1, 1, 1), NOW)
+    assert found is not None
+    assert before is not None
+    assert found.per_step == {**before.per_step, "z_loss": 0.25}
+    assert before.per_step.keys() == set(PER_STEP)
 
 
 def test_an_event_that_changes_nothing_is_no_sample() -> None:

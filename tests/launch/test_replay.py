@@ -21,10 +21,10 @@ from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.journal.line_format import FIRST, EventKind, line_bytes, parse_line
 from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.model.build_model import loss_sum
 from tests.folders import contents
 from tests.raising import raises
 from tests.torchrun.ranks import Ranks
+from tests.trainer.losses import loss_sum
 
 pytestmark = pytest.mark.xdist_group("forked")
 

@@ -22,7 +22,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.history.metrics.declared import METRICS, PER_STEP
+from orchestrator.history.metrics.declared import METRICS
 from orchestrator.history.metrics.metric_log import FOLDER
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
@@ -30,6 +30,7 @@ from tests.system.harness import Job, assert_exactly_once, when_step
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 480.0
+PER_STEP = tuple(name for name, metric in METRICS.items() if metric.per_step)
 # it ends when it is stopped, and only a save on stop leaves a point
 SHAPE = {"train.max_steps": 100_000, "resume.every_steps": 100_000}
 

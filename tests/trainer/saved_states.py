@@ -113,5 +113,5 @@ def new_state(steps: int = 0) -> TrainState:
         generator = torch.Generator().manual_seed(step)
         for parameter in state.model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        state.apply(0.01, num_targets=1)
+        state.apply(0.01, num_units=1)
     return state

@@ -24,9 +24,11 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey, StepRange
 from orchestrator.trainer.comm.group import Group
-from orchestrator.trainer.gradient.micro_batches import Gradient, InvariantGradient, cut
+from orchestrator.trainer.gradient.invariant import Gradient, InvariantGradient
 from orchestrator.trainer.gradient.parallel import FastGradient, ShardedGradient
 from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.objective.micro_batches import Objective, StepPlace, cut
+from orchestrator.trainer.objective.objective import objective_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
@@ -122,19 +124,25 @@ def train_steps(
         )
         batch = feed.get(step, rank, world_size, micro_size, cursor)
         micros = cut(batch, micro_size, rank, world_size, CPU)
-        loss = gradient.reduce(micros, batches.num_micro_batches(num, micro_size), batch.step_targets)
-        assert loss is not None
-        losses.append(loss / 2**24 / batch.step_targets)
+        num_micro = batches.num_micro_batches(num, micro_size)
+        place = StepPlace(step=len(losses) + 1, consumed_tokens=cursor.consumed_tokens)
+        terms = gradient.reduce(micros, num_micro, batch.step_targets, place)
+        assert terms.loss is not None
+        losses.append(terms.loss / 2**24 / batch.step_targets)
         norms.append(gradient.clip(job.train.max_grad_norm))
-        state.apply(job.train.lr, num_targets=1)
+        state.apply(job.train.lr, num_units=1)
         cursor = batch.cursor
     return losses, norms
+
+
+def objective(job: TrainJob) -> Objective:
+    return objective_of(job.train, job.document_attention, SEQ_LEN)
 
 
 def alone(job: TrainJob, steps: int) -> Trained:
     """One process without a group; a weight that nobody uses has a gradient of zero."""
     state = TrainState(job.model, job.train, CPU, invariant=False)
-    gradient = InvariantGradient(state.model, job.train.seed, job.train.precision)
+    gradient = InvariantGradient(state.model, objective(job))
     losses, norms = train_steps(job, state, gradient, 0, 1, steps)
     whole = {(item.group, item.name): item.tensor.clone() for item in state.items()}
     return Trained(losses=tuple(losses), norms=tuple(norms), state=whole)
@@ -171,10 +179,10 @@ def trained_in_group(
     """
     view = group.view
     if isinstance(state, ShardedState):
-        gradient: Gradient = ShardedGradient(state, job.train.seed, job.train.precision)
+        gradient: Gradient = ShardedGradient(state, objective(job))
     else:
         state = TrainState(job.model, job.train, CPU, invariant=False)
-        gradient = FastGradient(state.model, job.train.seed, job.train.precision)
+        gradient = FastGradient(state.model, objective(job))
     if form:
         state.form(group)
     state.initialise()

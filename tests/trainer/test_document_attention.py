@@ -14,18 +14,21 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.gradient.micro_batches import InvariantGradient, cut
+from orchestrator.trainer.gradient.invariant import Gradient, InvariantGradient
 from orchestrator.trainer.gradient.parallel import FastGradient
-from orchestrator.trainer.model.build_model import build_model, loss_sum
+from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.model.model_call import (
     document_inputs,
     document_mask,
     document_positions,
     require_document_attention,
 )
+from orchestrator.trainer.objective.causal_lm import CausalLM
+from orchestrator.trainer.objective.micro_batches import StepPlace, cut
 from tests.raising import raises
 from tests.trainer.architectures import tiny
 from tests.trainer.feed import VOCABULARY, FormulaFeed
+from tests.trainer.losses import loss_sum
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -212,10 +215,11 @@ def test_the_gradient_of_both_numerics_is_that_of_documents_alone() -> None:
         sum(loss_sum(model, ids[:, at], labels[:, at], "float32") for at in (slice(5), slice(5, 8))) / 32
     )
     alone = [p.grad.clone() for p in model.parameters()]
-    for gradient in (InvariantGradient(model, 0, "float32"), FastGradient(model, 0, "float32", True)):
+    micros, place = cut(batch, 2, 0, 1, CPU), StepPlace(step=1, consumed_tokens=0)
+    for kind in (InvariantGradient, FastGradient):
         for within, same in ((True, True), (False, False)):
-            micros = cut(batch, 2, 0, 1, CPU, within)
-            gradient.reduce(micros, len(micros), 32)
+            gradient: Gradient = kind(model, CausalLM(0, "float32", within))
+            gradient.reduce(micros, len(micros), 32, place)
             close = [
                 torch.allclose(p.grad, a, atol=1e-6) for p, a in zip(model.parameters(), alone, strict=True)
             ]

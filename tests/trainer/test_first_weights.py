@@ -52,7 +52,7 @@ def assert_starts_from(state: TrainState, other: TrainState) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert state.optimizer_steps == 0
     assert not any(item.tensor.any() for item in state.items() if item.group != MODEL)
-    state.apply(0.01, num_targets=1)
+    state.apply(0.01, num_units=1)
     assert state.optimizer_steps == 1
 
 

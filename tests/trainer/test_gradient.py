@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from orchestrator.planning.batches import num_micro_batches, rank_run
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
-from orchestrator.trainer.gradient.micro_batches import (
+from orchestrator.trainer.gradient.invariant import (
     Gradient,
     InvariantGradient,
     TreeSum,
-    cut,
     finish_tree,
     scale,
     square_sum,
     tree_nodes,
 )
 from orchestrator.trainer.gradient.parallel import FastGradient
+from orchestrator.trainer.objective.causal_lm import CausalLM
+from orchestrator.trainer.objective.micro_batches import StepPlace, cut
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.member import tiny_job
@@ -102,8 +103,8 @@ def test_the_ranks_micro_batches_together_are_those_of_the_step(world_size):
     assert [m.number for m in micros] == list(range(num_micro_batches(7, 2)))
     assert [m.first_sample for m in micros] == [100, 102, 104, 106]
     whole = feed.get(step, 0, 1, 2, cursor)
-    assert np.array_equal(torch.cat([m.input_ids for m in micros]).numpy(), whole.input_ids)
-    assert np.array_equal(torch.cat([m.labels for m in micros]).numpy(), whole.labels)
+    assert np.array_equal(torch.cat([m.batch.input_ids for m in micros]).numpy(), whole.input_ids)
+    assert np.array_equal(torch.cat([m.batch.labels for m in micros]).numpy(), whole.labels)
 
 
 # ---------------------------------------------------------------------------------------- clipping
@@ -141,12 +142,12 @@ def test_a_clipped_gradient_keeps_its_direction_and_has_the_lower_of_its_norm_an
     state.model.eval()  # no dropout: the same gradient again
     step = StepRange(first_sample=0, num_samples=4, num_tokens=4 * 8, seq_len=8)
     micros = cut(FormulaFeed().get(step, 0, 1, 2, Cursor()), 2, 0, 1, torch.device("cpu"))
-    gradient: Gradient = numerics(state.model, job.train.seed, "float32")
+    gradient: Gradient = numerics(state.model, CausalLM(job.train.seed, "float32", False))
 
     def whole() -> torch.Tensor:
         return torch.cat([p.grad.flatten().double() for p in state.model.parameters() if p.requires_grad])
 
-    gradient.reduce(micros, len(micros), 32)
+    gradient.reduce(micros, len(micros), 32, StepPlace(step=1, consumed_tokens=0))
     before = whole()
     norm = before.norm().item()
     assert norm > 0.01

@@ -61,7 +61,8 @@ OWN = {
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
-    all ranks are there, so that a neighbour borrows the copies; else each is on one of its own.
+    all ranks are there, so that a neighbour borrows the copies; else each is on one of its own. `objective`:
+    a plug-in; None: the built-in one.
     """
 
     layout: str
@@ -69,6 +70,7 @@ class Case:
     place: str
     who: str
     node: str | None = None
+    objective: str | None = None
 
     def __str__(self) -> str:
         where = f" on {self.node}" if self.node else ""
@@ -79,7 +81,8 @@ class Case:
         numerics = "invariant" if self.layout == "replicate" else "fast"
         every = None if self.phase == "losing" else SAVED
         parallel = LAYOUTS.get(self.layout, REPLICATE)
-        return job_of(parallel, train__numerics=numerics, resume__every_steps=every)
+        changes = {} if self.objective is None else {"train__objective": self.objective}
+        return job_of(parallel, train__numerics=numerics, resume__every_steps=every, **changes)
 
     @property
     def loses_no_step(self) -> bool:
@@ -115,10 +118,18 @@ CASES += [
     for case in CASES
     if case.layout == "replicate" and case.phase in ("step", *REFORMS) and case.who in (ONE, COORDINATOR)
 ]
+WITH_METRICS = "tests.trainer.objectives:with_z_loss"
+PLUG_INS = [
+    replace(case, objective=WITH_METRICS)
+    for case in CASES
+    if case.phase == "step" and case.who in (ONE, ALL, COORDINATOR) and case.layout != DDP
+]
 IN_EVERY_TEST = {
     Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
     Case(layout="fsdp2", phase="losing", place="state_half_received", who=ONE),
     Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
+    Case(layout="replicate", phase="step", place="gradient_done", who=ALL, objective=WITH_METRICS),
+    Case(layout="fsdp2", phase="step", place="applied", who=ONE, objective=WITH_METRICS),
 }
 
 
@@ -315,4 +326,35 @@ def test_every_cell_of_the_table_has_a_case() -> None:
         for phase in PHASES:
             for who in (ONE, NEIGHBOURS, ALL, COORDINATOR):
                 assert any((c.layout, c.phase, c.who) == (layout, phase, who) for c in CASES)
-    assert IN_EVERY_TEST.issubset(CASES)
+    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS})
+
+
+@pytest.fixture(scope="module")
+def exact_plug_in(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """`exact` with the objective of `PLUG_INS`."""
+    job = job_of(REPLICATE, train__numerics="invariant", train__objective=WITH_METRICS)
+    return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
+
+
+@pytest.mark.quick("replicate, all ranks, step: gradient_done")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=str(c), marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos) for c in PLUG_INS],
+)
+def test_a_kill_changes_neither_losses_nor_metrics_of_a_plug_in_objective(
+    tmp_path: Path, exact_plug_in: Launch, case: Case
+) -> None:
+    kill = Kill(case, tmp_path)
+    launch = kill.run(tmp_path)
+    found = history(launch)
+    one = sorted(exact_plug_in.records.values(), key=lambda record: record.step)
+    assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
+    if case.layout == "replicate":
+        assert [(r.loss, r.grad_norm, r.metrics) for r in found] == [
+            (r.loss, r.grad_norm, r.metrics) for r in one
+        ]
+        assert launch.last_point().state_digest == exact_plug_in.last_point().state_digest
+    for mine, theirs in zip(found, one, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    assert_no_more_is_lost_than_promised(kill)

@@ -9,12 +9,13 @@ from safetensors.torch import load_file, save_file
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
 from orchestrator.launch.capacity.resource_estimate import count_parameters
-from orchestrator.trainer.model.build_model import build_model, loss_sum, own_gpu, seed_micro_batch
+from orchestrator.trainer.model.build_model import build_model, own_gpu, seed_micro_batch
 from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.transformers_model import transformers_settings
 from tests.raising import raises
 from tests.trainer.architectures import GEMMA2
 from tests.trainer.feed import VOCABULARY
+from tests.trainer.losses import loss_sum
 from tests.trainer.member import PoisonModel, tiny_job
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def state_of(**changes) -> TrainState:
 def step(state: TrainState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.apply(0.1, num_targets=1)
+    state.apply(0.1, num_units=1)
 
 
 def running_mean() -> torch.nn.Module:
@@ -114,7 +115,7 @@ def test_biases_and_norms_do_not_decay():
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    state.apply(0.1, num_targets=1)
+    state.apply(0.1, num_units=1)
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (parameter.ndim < 2), name
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.trainer.model.build_model import loss_sum
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.launch import Launch, trained_steps
+from tests.trainer.losses import loss_sum
 from tests.trainer.member import run_to_end, tiny_job
 
 pytestmark = pytest.mark.xdist_group("forked")
@@ -79,7 +79,7 @@ def moved(precision: str) -> dict[str, float]:
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     tokens = torch.arange(32).reshape(4, 8)
     torch.autograd.backward(loss_sum(state.model, tokens, tokens, precision) / 32)
-    state.apply(3e-4, num_targets=1)
+    state.apply(3e-4, num_units=1)
     return {name: (p != before[name]).double().mean().item() for name, p in state.model.named_parameters()}
 
 

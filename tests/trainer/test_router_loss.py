@@ -16,11 +16,13 @@ from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.loading.state_tensors import MODEL
-from orchestrator.trainer.model.build_model import build_model, loss_sum, seed_micro_batch
+from orchestrator.trainer.model.build_model import build_model, seed_micro_batch
 from orchestrator.trainer.model.model_call import document_inputs, require_router_loss
+from orchestrator.trainer.objective.causal_lm import CausalLM, causal_lm_terms
 from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, small, tiny
 from tests.trainer.feed import VOCABULARY
+from tests.trainer.losses import loss_sum
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import alone, in_each_layout, on_ranks
 
@@ -102,7 +104,8 @@ def test_so_it_is_for_every_type_with_a_router() -> None:
 def test_within_documents_the_balancing_loss_is_of_all_real_tokens() -> None:
     model: Any = build_model(balanced("mixtral"), "float32", 0, CPU, True)
     labels = shifted(IDS.masked_fill(DOCUMENTS < 0, -100))
-    found = loss_sum(model, IDS, labels, "float32", DOCUMENTS, DOCUMENTS < 0)
+    terms = causal_lm_terms(model, IDS, labels, "float32", DOCUMENTS, DOCUMENTS < 0)
+    found = terms.loss_sum
     model.config.output_router_logits = False
     rows = model(IDS, **document_inputs(model, DOCUMENTS), output_router_logits=False)
     cross_entropy = nn.functional.cross_entropy(rows.logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -119,7 +122,17 @@ def test_within_documents_the_balancing_loss_is_of_all_real_tokens() -> None:
     probabilities = torch.cat([each[real].softmax(-1) for each in logits])
     chosen = nn.functional.one_hot(probabilities.topk(2).indices, 4).float().mean(0).sum(0)
     balancing = 4 * (chosen * probabilities.mean(0)).sum() * model.config.router_aux_loss_coef
-    assert torch.allclose(found, cross_entropy + int((labels != -100).sum()) * balancing, atol=1e-4)
+    num = int((labels != -100).sum())
+    assert torch.allclose(found, cross_entropy + num * balancing, atol=1e-4)
+    parts = {name: float(mean.sum) / float(mean.count) for name, mean in terms.metrics.items()}
+    assert parts["cross_entropy"] == pytest.approx(float(cross_entropy.detach()) / num, rel=1e-5)
+    assert parts["router_loss"] == pytest.approx(float(balancing.detach()), rel=1e-4)
+    objective = CausalLM(0, "float32", by_document=True)
+    objective.prepare(model)
+    assert objective.metric_names == (), "the configuration does not ask for the router's loss any more"
+    model.config.output_router_logits = True
+    objective.prepare(model)
+    assert objective.metric_names == ("cross_entropy", "router_loss")
 
 
 def test_padding_alone_has_no_loss() -> None:

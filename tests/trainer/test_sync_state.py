@@ -35,7 +35,7 @@ def trained_state() -> TrainState:
     state = TrainState(job.model, job.train, CPU, invariant=True)
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.apply(0.01, num_targets=1)
+    state.apply(0.01, num_units=1)
     state.key = PARENT
     return state
 

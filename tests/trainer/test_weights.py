@@ -63,7 +63,7 @@ def test_a_loaded_state_takes_the_same_next_step(tmp_path):
     for each in (state, again):
         for parameter in each.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.25)
-        each.apply(0.02, num_targets=1)
+        each.apply(0.02, num_units=1)
     assert again.digest() == state.digest()
 
 

@@ -38,15 +38,19 @@ class RayMetrics:
         """`declared`: (name, gauge or counter, description)."""
         from ray.util.metrics import Counter, Gauge
 
-        kinds: dict[str, Any] = {"gauge": Gauge, "counter": Counter}
-        self._metrics: dict[str, Any] = {}
+        self._kinds: dict[str, Any] = {"gauge": Gauge, "counter": Counter}
+        self._tags, self._metrics = dict(tags), dict[str, Any]()
         for name, kind, text in declared:
-            made = kinds[kind](name, description=text, tag_keys=tuple(tags))
-            made.set_default_tags(dict(tags))
-            self._metrics[name] = made
+            self._declare(name, kind, text)
+
+    def _declare(self, name: str, kind: str, text: str) -> None:
+        self._metrics[name] = self._kinds[kind](name, description=text, tag_keys=tuple(self._tags))
+        self._metrics[name].set_default_tags(self._tags)
 
     def set(self, name: str, value: float) -> None:
-        """Sets a gauge's new value, or adds to a counter."""
+        """Sets a gauge's new value, or adds to a counter. An unknown name is a metric of the objective."""
+        if name not in self._metrics:
+            self._declare(name, "gauge", "Metric of the objective.")
         metric = self._metrics[name]
         if hasattr(metric, "inc"):
             if value > 0:

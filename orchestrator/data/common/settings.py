@@ -58,7 +58,8 @@ class StreamSettings:
 
     `transforms` and `holdout` (the share of records that is held out) are by source; a source without an
     entry has none. The stream contains all records that are not held out, or with `held_out` only the
-    held-out ones. `piece_bytes` and `chunk_tokens` differ from their defaults only in tests.
+    held-out ones. `loss_units` names the function of `train.objective_units`, if it is one. `piece_bytes` and
+    `chunk_tokens` differ from their defaults only in tests.
     """
 
     seed: int = 0
@@ -82,6 +83,7 @@ class StreamSettings:
     transforms: dict[str, tuple[TransformRef, ...]] = field(default_factory=dict)
     holdout: dict[str, float] = field(default_factory=dict)
     held_out: bool = False
+    loss_units: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,7 @@ def settings_of(config: JobConfig) -> StreamSettings:
         seq_len=config.pack.seq_len,
         long_document=config.pack.long_document,
         max_long_share=config.pack.max_long_share,
+        loss_units=config.train.objective_units if ":" in config.train.objective_units else "",
         holdout={s.name: data.holdout if s.holdout is None else s.holdout for s in data.sources},
     )
 

@@ -23,6 +23,7 @@ from typing import Any
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, RefusedError
+from orchestrator.user_function import search_current_folder
 
 # At most this many characters of a traceback, and digits of a digest, are shown.
 _SHOWN, _DIGITS = 2000, 32
@@ -107,9 +108,7 @@ _executed: dict[str, tuple[bytes, ModuleType]] = {}
 
 
 def _import(name: str, where: str) -> tuple[ModuleType, str]:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # Ray's workers have it, a command does not
+    search_current_folder()
     try:
         importlib.invalidate_caches()
         spec = importlib.util.find_spec(name)
@@ -128,8 +127,8 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}: {error}; searched in {here} and on Python's path: start from the module's folder, or "
-            "install the module on every machine of the run",
+            f"{where}: {error}; searched in {os.getcwd()} and on Python's path: start from the module's "
+            "folder, or install the module on every machine of the run",
             code="user_code.missing_module",
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from orchestrator.data.packing.loss_units import loss_units
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
@@ -40,6 +41,7 @@ class StepSamples:
         end_of_data: bool,
         bad_reasons: tuple[tuple[str, str], ...],
         cursors: Callable[[int], Cursor] | None = None,
+        units_path: str = "",
     ) -> None:
         self.step = step  # the samples that it holds, perhaps fewer than requested
         self.numbers = numbers  # (num_samples,) the number of each sample's source
@@ -49,6 +51,7 @@ class StepSamples:
         self.bad_reasons = bad_reasons
         self._runs = runs  # by the source's number
         self._cursors = cursors
+        self._units_path = units_path
 
     @property
     def first_index(self) -> int:
@@ -72,10 +75,15 @@ class StepSamples:
 
     @cached_property
     def facts(self) -> StepFacts:
-        """The facts that every rank receives with its share of the step."""
+        """The facts that every rank receives with its share of the step. Raises as `loss_units`."""
+        units = None
+        if self._units_path:
+            rows = self.rows(0, self.step.num_samples)
+            units = loss_units(self._units_path, self.first_index, *rows)
         return StepFacts(
             step=self.step,
             targets=self.targets,
+            units=units,
             digest=self.digest,
             cursor=self.cursor,
             end_of_data=self.end_of_data,
@@ -137,21 +145,25 @@ class StepFacts:
 
     step: StepRange
     targets: int
+    units: float | None
     digest: int
     cursor: Cursor
     end_of_data: bool
 
     @cached_property
     def _packed(self) -> bytes:
-        return pickle.dumps((self.step, self.targets, self.digest, self.cursor, self.end_of_data))
+        fields = (self.step, self.targets, self.units, self.digest, self.cursor, self.end_of_data)
+        return pickle.dumps(fields)
 
     def __reduce__(self) -> tuple[Callable[[bytes], StepFacts], tuple[bytes]]:
         return _unpacked, (self._packed,)
 
 
 def _unpacked(packed: bytes) -> StepFacts:
-    step, targets, digest, cursor, end_of_data = pickle.loads(packed)  # noqa: S301  the feeder's own
-    return StepFacts(step=step, targets=targets, digest=digest, cursor=cursor, end_of_data=end_of_data)
+    step, targets, units, digest, cursor, end = pickle.loads(packed)  # noqa: S301  the feeder's own
+    return StepFacts(
+        step=step, targets=targets, units=units, digest=digest, cursor=cursor, end_of_data=end
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +193,7 @@ class StepShare:
             stop=self.stop,
             **dict(zip(_NAMES, arrays, strict=True)),
             step_targets=facts.targets,
+            step_units=facts.units,
             step_digest=facts.digest,
             cursor=facts.cursor,
             end_of_data=facts.end_of_data,

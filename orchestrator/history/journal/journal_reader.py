@@ -31,7 +31,7 @@ from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).startswith("float"))
-_OPTIONAL = ("run_id", "format", "metrics", "documents")  # of a step's line, and in no `StepRecord`
+_OPTIONAL = ("run_id", "format", "documents")  # of a step's line, and in no `StepRecord`
 
 
 class _ContradictionError(Exception):

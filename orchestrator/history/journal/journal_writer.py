@@ -42,7 +42,7 @@ JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
 REMEMBERED = 100_000  # recent step records compared with later copies, which come soon: until acknowledged
 # The fields of a step that are equal on all ranks. The other fields are one rank's own measurements.
-_SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
+_SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest", "metrics")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,7 +151,10 @@ class JournalWriter:
             self._seen[record.key] = record
             if len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
-            self._append(STEP, {name: _json_float(value) for name, value in encode(record).items()})
+            fields = {name: _json_float(value) for name, value in encode(record).items()}
+            if record.metrics is None:
+                del fields["metrics"]
+            self._append(STEP, fields)
             self._pending_facts.append(record)
             if self._listener is not None:
                 self._listener.step(record)

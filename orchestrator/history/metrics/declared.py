@@ -2,12 +2,13 @@
 facts.
 
 Pure. `history.metrics.metric_log` sends them. A dashboard or an alert may use only metrics declared here.
+The metrics of a plug-in objective join them under their own names, as gauges of every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from orchestrator.history.claims.claims import GenerationStart
@@ -51,7 +52,7 @@ def _counter(name: str, meaning: str) -> Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        _step("loss", "nats", "Mean over the step's target tokens, with a router's balancing loss."),
+        _step("loss", "nats", "Loss of the step, by default a mean over its targets, with a router's loss."),
         _step("grad_norm", "", "Norm of the step's gradient before it is clipped."),
         _step("lr", "", "Learning rate of the step."),
         _step("tokens_per_s", "tokens/s", "Tokens of the step by its seconds."),
@@ -81,7 +82,9 @@ METRICS = {
         _counter("documents_skipped", "Documents that were skipped as bad."),
     )
 }
-PER_STEP = tuple(name for name, metric in METRICS.items() if metric.per_step)
+
+# names that a metric of an objective may not have: of declared metrics, and of the columns of a step
+RESERVED = frozenset(METRICS) | {field.name for field in fields(StepRecord)} | {"t", "time", "width", "own"}
 
 _COUNTED = {
     EventKind.POINT_COMMITTED: "points_committed",
@@ -105,6 +108,12 @@ class Sample:
     tokens: int | None = None
     rewound_to: int | None = None
     saved_to: int | None = None
+
+    @property
+    def per_step(self) -> dict[str, float]:
+        """The values that loggers store with the step, also those of the objective's own metrics."""
+        found = ((name, METRICS.get(name), value) for name, value in self.values.items())
+        return {name: value for name, metric, value in found if metric is None or metric.per_step}
 
 
 # fields of a step's record that are metrics with the same name
@@ -153,6 +162,7 @@ class Meter:
         known = {name: getattr(record, name) for name in _OF_RECORD}
         values: dict[str, float] = {name: value for name, value in known.items() if value is not None}
         values["world_size"] = self._world_size
+        values |= {name: value for name, value in (record.metrics or {}).items() if value is not None}
         if record.peak_memory_bytes:
             values["peak_memory_bytes"] = record.peak_memory_bytes
         if record.step_s > 0 and before is not None and before.step + 1 == record.step:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from orchestrator.config.redaction import redacted
 from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.metrics.declared import PER_STEP, Sample
+from orchestrator.history.metrics.declared import Sample
 from orchestrator.history.metrics.metric_log import Sink
 from orchestrator.records.steps import StateKey
 
@@ -67,7 +67,7 @@ class SavedHistory:
             self._rewound(sample.rewound_to)
         if sample.tokens is not None:
             prefix = "" if self.number == 1 else f"history{self.number}/"
-            values = {prefix + name: sample.values[name] for name in PER_STEP if name in sample.values}
+            values = {prefix + name: value for name, value in sample.per_step.items()}
             time = sample.values["last_step_time"]
             self._held.append(SavedStep(tokens=sample.tokens, time=time, values=values))
         if sample.saved_to is None:

@@ -28,7 +28,7 @@ from orchestrator.errors import text_of
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.journal.journal_writer import Listener
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.history.metrics.declared import PER_STEP, Meter, Sample
+from orchestrator.history.metrics.declared import Meter, Sample
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.records.steps import StepRecord
 
@@ -171,7 +171,7 @@ class TensorBoard(Sink):
         if sample.rewound_to is not None:
             self._file.rewound(sample.rewound_to, now)
         if sample.tokens is not None:
-            values = {name: sample.values[name] for name in PER_STEP if name in sample.values}
+            values = sample.per_step
             self._file.scalars(sample.tokens, values, now)
 
     @override

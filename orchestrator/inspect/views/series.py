@@ -21,6 +21,7 @@ AXES = {"time": "t", "tokens": "consumed_tokens"}
 METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
 # ratios of two sums: numerator, denominator and name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
+OWN = "own"  # in a request: all metrics of the objective
 LEAST_PX, MOST_PX = 40, 4000
 GAP_S, GAP_STEPS = 60.0, 8
 FAR = 2**62  # beyond every position
@@ -72,16 +73,20 @@ def series(
     stop: float | None = None,
     px: int = 800,
 ) -> dict[str, Any]:
-    """The document of curves. `start` and `stop` are in the axis' unit. Raises `RefusedError` for an unknown
-    axis or metric, and for an invalid range.
+    """The document of curves. `start` and `stop` are in the axis' unit. The metric `own` stands for all of
+    the objective's own, whose names are in the document at `own`. Raises `RefusedError` for an unknown axis
+    or metric, and for an invalid range.
     """
+    own = tuple(facts.columns.metrics)
+    metrics = [name for metric in metrics for name in (own if metric == OWN else (metric,))]
     if axis not in AXES:
         raise RefusedError(
             f"there is no axis {axis!r}; use one of {', '.join(AXES)}", code="command.unknown_axis"
         )
-    if unknown := [m for m in metrics if m not in METRICS and m not in RATIOS]:
+    known = (*METRICS, *RATIOS, *own)
+    if unknown := [m for m in metrics if m not in known]:
         raise RefusedError(
-            f"there is no metric {unknown[0]!r}; use {', '.join((*METRICS, *RATIOS))}", code="metrics.unknown"
+            f"there is no metric {unknown[0]!r}; use {', '.join(known)}", code="metrics.unknown"
         )
     if not all(math.isfinite(each) for each in (start, stop) if each is not None):
         raise RefusedError(
@@ -102,6 +107,7 @@ def series(
         "to": high,
         "px": px,
         "steps": max(0, last - first),
+        "own": list(own),
         "i": pixels[0].tolist(),
         "history": {metric: _curve(facts.history, metric, pixels, True) for metric in metrics},
         "gaps": _gaps(facts, pixels) if axis == "time" else [],

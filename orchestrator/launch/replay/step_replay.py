@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from orchestrator.data.feed.local_feed import InProcessFeed
-    from orchestrator.trainer.gradient.micro_batches import InvariantGradient
+    from orchestrator.trainer.gradient.invariant import InvariantGradient
     from orchestrator.trainer.state.train_state import TrainState
 
 
@@ -170,7 +170,10 @@ def _target(seen: Survey, wanted: PointQuery, points: Sequence[Point]) -> Positi
 
 
 # the fields of a step's record that must be reproduced exactly
-COMPARED = ("consumed_samples", "consumed_tokens", "target_tokens", "digest", "loss", "grad_norm", "lr")
+COMPARED = (
+    *("consumed_samples", "consumed_tokens", "target_tokens", "digest", "loss", "grad_norm", "lr"),
+    "metrics",
+)
 SAY_EVERY_S = 10.0
 
 
@@ -269,16 +272,17 @@ class StepReplayer:
         """A state, a gradient and a feed for the regime."""
         from orchestrator.data.dataset import prepare_trained
         from orchestrator.data.feed.local_feed import InProcessFeed
-        from orchestrator.trainer.gradient.micro_batches import InvariantGradient
+        from orchestrator.trainer.gradient.invariant import InvariantGradient
+        from orchestrator.trainer.objective.objective import objective_of
         from orchestrator.trainer.state.train_state import TrainState
 
         config, history = self._regime.config, self._history
         if not self.notes:
             self.notes += notes_on(config)
         self.state: TrainState = TrainState(config.model, config.train, self._device, True)
-        self._gradient: InvariantGradient = InvariantGradient(
-            self.state.model, config.train.seed, config.train.precision
-        )
+        self._objective = objective_of(config.train, config.pack.attends_by_document, config.pack.seq_len)
+        self._objective.prepare(self.state.model)
+        self._gradient: InvariantGradient = InvariantGradient(self.state.model, self._objective)
         self._gradient.enter(0, 1)
         spec = prepare_trained(config, history.store.storage, self._regime.sources)
         require_frozen(history.seen, spec)
@@ -302,9 +306,9 @@ class StepReplayer:
 
     def _step(self, record: StepRecord) -> None:
         from orchestrator.planning.digest import batch_digest
-        from orchestrator.trainer.gradient.micro_batches import cut
         from orchestrator.trainer.interfaces.step_summary import RankContribution, StepSummary
-        from orchestrator.trainer.model.build_model import NO_LOSS
+        from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
+        from orchestrator.trainer.objective.objective import step_units
 
         train, step = self._regime.config.train, self._range()
         batch = None if step is None else self._get(step)
@@ -316,13 +320,13 @@ class StepReplayer:
                 "reports which",
                 code="journal.lacks_steps",
             )
-        by_document = self._regime.config.pack.attends_by_document
-        micros = cut(batch, train.micro_batch_size, 0, 1, self._device, by_document)
+        micros, units = cut(batch, train.micro_batch_size, 0, 1, self._device), step_units(train, batch)
         num_micro = batches.num_micro_batches(batch.step.num_samples, train.micro_batch_size)
-        loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
+        place = StepPlace(step=record.step, consumed_tokens=self.state.cursor.consumed_tokens)
+        terms = self._gradient.reduce(micros, num_micro, units, place)
         norm = self._gradient.clip(train.max_grad_norm)
         contribution = RankContribution(
-            loss=loss,
+            terms=terms,
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=batch_digest(
@@ -332,15 +336,15 @@ class StepReplayer:
             save_blocked_s=0.0,
             grad_norm=norm,
         )
-        summary = StepSummary.unpack(contribution.pack(0, 1))
+        summary = StepSummary.unpack(contribution.pack(0, 1), self._objective.metric_names)
         if problem := summary.problem(1, batch):
             raise TrainingError(
                 f"step {record.step} cannot be replayed: {problem}", code="training.step_refused"
             )
         lr = learning_rate(train, self._regime.budgets, batch.cursor.consumed_tokens)
-        self.state.apply(lr, batch.step_targets)
+        self.state.apply(lr, units)
         self.state.cursor = batch.cursor
-        self._compare(record, summary.record(record.key, batch.cursor, lr, 0.0))
+        self._compare(record, summary.record(record.key, batch.cursor, units, lr, 0.0))
 
     def _compare(self, recorded: StepRecord, replayed: StepRecord) -> None:
         self.steps_compared += 1

@@ -10,19 +10,51 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "interruptible"  # torch's name for `InterruptibleGloo`
 GRACE_S = 1.0  # time for gloo to fail by itself after its connections were shut down, and to report which one
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+
+
+_refused = threading.local()
+
+
+@contextmanager
+def refusing(error: Exception) -> Iterator[None]:
+    """Within the block, collectives of this thread raise `error`.
+
+    torch's own backends pass through its dispatcher, and those of `InterruptibleGloo` do not.
+    """
+    _refused.error = error
+    try:
+        with _Refusing(error):
+            yield
+    finally:
+        _refused.error = None
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, error: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._error = error
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise self._error
+        return function(*args, **(kwargs or {}))
 
 
 class Interruptible:
@@ -69,7 +101,9 @@ class InterruptibleGloo(dist.ProcessGroup):
         self._register_backend(_CPU, _GLOO, gloo)
 
     def begin(self, operation: str, *asked: Any) -> _Work:
-        """Starts the gloo operation with this name."""
+        """Starts the gloo operation with this name. Raises what `refusing` was given."""
+        if (error := getattr(_refused, "error", None)) is not None:
+            raise error
         kind = _Lone if operation in {"send", "recv", "_reduce_scatter_base"} else _Work
         return kind(self._waits, self._gloo, getattr(self._gloo, operation)(*asked), asked)
 

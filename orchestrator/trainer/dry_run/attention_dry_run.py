@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import train_padding_rows
-from orchestrator.trainer.model.model_call import call_model, document_inputs, not_by_document
+from orchestrator.trainer.model.model_call import call_model, not_by_document
 from orchestrator.trainer.model.model_settings import inner_settings, text_config, without_cache
 
 NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
@@ -97,7 +97,7 @@ def _require_documents(trial: _Trial) -> None:
     documents = torch.full_like(ids, -1)  # the rest is padding
     for number, at in enumerate(spans):
         documents[:, at] = number
-    packed = _logits(model, ids, **document_inputs(model, documents))
+    packed = _logits(model, ids, documents)
     for at in spans:
         if not ids[:, at].numel():
             continue
@@ -142,8 +142,8 @@ def _require_gradient(trial: _Trial) -> None:
         )
 
 
-def _logits(model: nn.Module, ids: Tensor, **within: Tensor) -> Tensor:
-    output: Any = call_model(model, ids, within, None)
+def _logits(model: nn.Module, ids: Tensor, documents: Tensor | None = None) -> Tensor:
+    output: Any = call_model(model, ids, documents, None)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits.float()
 

@@ -11,21 +11,23 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.sections import ModelConfig
+from orchestrator.config.sections import BUILT_IN, ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
 from orchestrator.trainer.model.model_settings import require_known_keys
+from orchestrator.user_function import find_function
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.planning.resume.resume_plan import ResumePlan
+    from orchestrator.trainer.objective.plug_in import PlugIn
 
 # Importing transformers takes seconds; building a model on the meta device takes less than one.
 _LIMIT_S = 300.0
@@ -93,7 +95,9 @@ def is_to_try(plan: ResumePlan) -> bool:
     made with.
     """
     return plan.point is None or plan.code_changed or any(
-        d.field.startswith(("model.", "pack.document_attention", "pack.seq_len", "train.parallel"))
+        d.field.startswith(
+            ("model.", "pack.document_attention", "pack.seq_len", "train.parallel", "train.objective")
+        )
         for d in plan.differences
     )
 
@@ -108,19 +112,21 @@ def try_model(job: JobConfig) -> ModelFacts:
     is left to the workers, and `note` reports that. Pretrained weights are not read, but their existence is
     checked.
     """
-    use_gpu = job.cluster.use_gpu
+    use_gpu, train = job.cluster.use_gpu, job.train
     task: dict[str, Any] = {
         "device_type": "cuda" if use_gpu else "cpu",
-        "invariant": not job.train.is_fast(use_gpu),
+        "invariant": not train.is_fast(use_gpu),
         # samples of this length have attention within documents; None: attention to the whole sample
         "within": job.pack.seq_len if job.pack.attends_by_document else None,
         "seq_len": job.pack.seq_len,
-        "precision": job.train.precision,
+        "precision": train.precision,
+        "objective": None if train.objective == BUILT_IN else (train.objective, train.objective_args),
     }
-    # A factory's module is imported again each time, because a notebook user may have fixed it.
-    if job.model.factory is None and "torch" in sys.modules:
+    # A user's module is imported again each time, because a notebook user may have fixed it.
+    units = train.objective_units if ":" in train.objective_units else None
+    if not (job.model.factory or task["objective"] or units) and "torch" in sys.modules:
         return _build(job.model, **task)
-    return _build_elsewhere({"model": job.model.model_dump(mode="json"), **task})
+    return _build_elsewhere({"model": job.model.model_dump(mode="json"), "units": units, **task})
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
@@ -204,6 +210,7 @@ def _build(
     within: int | None = None,
     seq_len: int = 1,
     precision: str = "float32",
+    objective: tuple[str, Mapping[str, Any]] | None = None,
 ) -> ModelFacts:
     import torch
 
@@ -212,6 +219,7 @@ def _build(
     from orchestrator.trainer.model.factory_output import Forward, try_forward
     from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.model_settings import without_cache
+    from orchestrator.trainer.objective.plug_in import PlugIn
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 
@@ -252,6 +260,10 @@ def _build(
             if not _require_attention(chain(copies, _built(on_cpu)), model, config, within, seq_len):
                 note = f"{_name(config)}: whether its logits depend on later tokens was not tried"
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
+            if objective is not None:
+                plug_in = PlugIn(*objective, 0, precision, within is not None, seq_len)
+                note = _try_objective(plug_in, model, on_cpu)
+                forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
     known = _num_embeddings(model)
     return ModelFacts(
         num_embeddings=known,
@@ -261,6 +273,20 @@ def _build(
         size=size,
         note=forward.note,
     )
+
+
+def _try_objective(objective: PlugIn, model: Any, on_cpu: Callable[[], Any]) -> str:
+    """Evaluates a plug-in objective once. Returns a note if that was not possible here."""
+    try:
+        objective.prepare(model)
+    except ConfigError as error:
+        if error.code != "objective.fails":
+            raise
+        real = on_cpu()
+        if real is None:
+            return f"{error}. The model is too large to be built here; the workers try the objective"
+        objective.prepare(real.train())
+    return ""
 
 
 def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
@@ -406,6 +432,8 @@ def _main() -> None:
     given = json.load(sys.stdin)
     try:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
+        if (units := given.pop("units")) is not None:
+            find_function("train.objective_units", units, "objective.not_callable", num_positional=1)
         with paused_gc():
             import torch  # its own memory does not count
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from orchestrator.errors import TrainingError
+from orchestrator.objectives import Terms
 from orchestrator.planning import batches
 from orchestrator.trainer.comm.group import collective, ended_by, raised_by_collective
-from orchestrator.trainer.gradient.micro_batches import (
+from orchestrator.trainer.gradient.invariant import (
     Gradient,
     InvariantGradient,
-    MicroBatch,
-    add_losses,
-    empty_micro_batch,
+    divided,
     forget,
     scale,
     square_sum,
 )
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.interfaces.step_summary import fixed_point
-from orchestrator.trainer.model.build_model import loss_sum, seed_micro_batch
+from orchestrator.trainer.interfaces.step_summary import RankTerms, TermSums
 from orchestrator.trainer.model.model_call import require_document_attention
+from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
+from orchestrator.trainer.objective.objective import objective_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -42,40 +42,55 @@ from orchestrator.trainer.state.train_state import TrainState
 def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState, Gradient]:
     """Builds both for one member, before its first generation.
 
-    Raises `ConfigError` if the model cannot be built, or cannot attend within documents although the job
-    requires it.
+    Raises `ConfigError` if the model cannot be built, cannot be trained with the job's objective, or cannot
+    attend within documents although the job requires it.
     """
-    seed, precision, by_document = job.train.seed, job.train.precision, job.document_attention
+    objective = objective_of(job.train, job.document_attention, job.seq_len)
     if job.num_shards != 1:
         sharded = ShardedState(job.model, job.train, device, job.num_shards)
-        _require_documents(sharded, job)
-        return sharded, ShardedGradient(sharded, seed, precision, by_document)
+        _require(sharded, job, objective)
+        return sharded, ShardedGradient(sharded, objective)
     state = TrainState(job.model, job.train, device, job.invariant)
-    _require_documents(state, job)
+    _require(state, job, objective)
     if job.invariant:
-        return state, InvariantGradient(state.model, seed, precision)
-    return state, FastGradient(state.model, seed, precision, by_document)
+        return state, InvariantGradient(state.model, objective)
+    return state, FastGradient(state.model, objective)
 
 
-def _require_documents(state: TrainState, job: TrainJob) -> None:
+def _require(state: TrainState, job: TrainJob, objective: Objective) -> None:
     if job.document_attention:
         require_document_attention(state.model)
+    objective.prepare(state.model)
 
 
 # -------------------------------------------------------------------------------------------------------- DDP
+class _Forward(nn.Module):
+    """Evaluates the objective on the model. DDP wraps it, so that an objective may call any part of the model
+    any number of times.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self._model, self._objective = model, objective
+
+    @override
+    def forward(self, micro: NumberedMicroBatch, place: StepPlace) -> Terms:
+        return self._objective.terms(self._model, micro, place)
+
+
 class FastGradient(Gradient):
     """Combines gradients with PyTorch's DDP. The all-reduce of each bucket overlaps with backward.
 
     The order of additions depends on the world size. Gradients are summed, not averaged, because they are
-    already divided by the global number of targets. All parameters must be used.
+    already divided by the global number of units. All parameters must be used.
     """
 
-    def __init__(self, model: nn.Module, seed: int, precision: str, by_document: bool = False) -> None:
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
         # DDP imports this at its first use. The import takes a second, which would delay a generation.
         import torch._dynamo  # noqa: F401
 
-        self._model, self._seed, self._precision = model, seed, precision
-        self._by_document = by_document
+        self._model, self.objective = model, objective
+        self._forward = _Forward(model, objective)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._ddp: Any = None
         self._works: list[Any] = []
@@ -89,7 +104,7 @@ class FastGradient(Gradient):
         devices = None if self._parameters[0].device.type == "cpu" else [self._parameters[0].device]
         with collective("wrapping the model"):
             self._ddp = nn.parallel.DistributedDataParallel(
-                self._model, device_ids=devices, broadcast_buffers=False, init_sync=False
+                self._forward, device_ids=devices, broadcast_buffers=False, init_sync=False
             )
             # Replaces DDP's default hook, which would divide by the world size. DDP rejects hooks with string
             # annotations.
@@ -103,15 +118,22 @@ class FastGradient(Gradient):
         gc.collect()
 
     @override
-    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+    def reduce(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
+    ) -> RankTerms:
         del num_micro
         forget(self._parameters)
-        loss: int | None = 0
+        sums = TermSums(self.objective.metric_names)
+        if micros:
+            self.objective.check(self._model, micros[0], place)
         for micro in micros[:-1]:
-            loss = add_losses(loss, self._backward(micro, targets, last=False))
-        device = self._parameters[0].device
-        last = micros[-1] if micros else empty_micro_batch(device, self._by_document)
-        return add_losses(loss, self._backward(last, targets, last=True))
+            sums.add(self._backward(micro, place, units, last=False))
+        if micros:
+            sums.add(self._backward(micros[-1], place, units, last=True))
+        else:
+            empty = self.objective.empty(self._parameters[0].device)
+            self._backward(empty, place, 0, last=True)
+        return sums.total()
 
     @override
     def clip(self, max_norm: float | None) -> float:
@@ -120,26 +142,21 @@ class FastGradient(Gradient):
         scale(gradients, norm, max_norm)
         return norm
 
-    def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
-        seed_micro_batch(self._seed, micro.first_sample)
-        model: Any = self._model if self._ddp is None else self._ddp
+    def _backward(self, micro: NumberedMicroBatch, place: StepPlace, units: float, last: bool) -> Terms:
+        forward: Any = self._forward if self._ddp is None else self._ddp
         self._works.clear()
         try:
             # DDP also runs a collective in a forward pass: in the second one the ranks agree on the buckets.
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
-                loss = self._loss(model, micro)
-                torch.autograd.backward(loss / max(1, targets))
+                terms: Terms = forward(micro, place)
+                torch.autograd.backward(divided(terms, units))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             if not raised_by_collective(error) and not any(_failed(work) for work in self._works):
                 raise  # the model's own error
             raise ended_by("summing the gradient", error) from error
-        return fixed_point(float(loss.detach()))
-
-    def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        tokens = micro.input_ids, micro.labels
-        return loss_sum(model, *tokens, self._precision, micro.document_ids, micro.is_padding)
+        return terms
 
     def sum_bucket(self, bucket: Tensor) -> Any:
         """Starts the all-reduce of a bucket; the returned future yields the bucket."""
@@ -219,16 +236,13 @@ class ShardedGradient(Gradient):
     Every rank runs the same number of micro-batches, because each micro-batch runs collectives. Empty
     micro-batches fill up the end. The whole gradient never exists on a rank.
 
-    Gradients are summed, not averaged, because they are already divided by the global number of targets. In a
+    Gradients are summed, not averaged, because they are already divided by the global number of units. In a
     micro-batch, a parameter must be used by all ranks or by none. If none uses it, its gradient counts as
     zero.
     """
 
-    def __init__(self, state: ShardedState, seed: int, precision: str, by_document: bool = False) -> None:
-        self._state, self._seed, self._by_document = state, seed, by_document
-        # FSDP2 casts weights and block inputs by itself. Autocast is needed in addition, because values that
-        # are combined with float32 buffers, or computed in float32, are no longer bfloat16.
-        self._precision = precision
+    def __init__(self, state: ShardedState, objective: Objective) -> None:
+        self._state, self.objective = state, objective
         self._world_size = 1
 
     @override
@@ -242,17 +256,21 @@ class ShardedGradient(Gradient):
         """Nothing is held."""
 
     @override
-    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+    def reduce(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
+    ) -> RankTerms:
         """Afterwards `.grad` has only the rows that this rank holds."""
-        state = self._state
+        state, sums = self._state, TermSums(self.objective.metric_names)
         state.forget_gradients()
-        empty = empty_micro_batch(state.items()[0].tensor.device, self._by_document)
-        loss: int | None = 0
-        for number in range(batches.micro_batches_per_rank(num_micro, self._world_size)):
-            micro = micros[number] if number < len(micros) else empty
-            loss = add_losses(loss, self._backward(micro, targets))
+        empty = self.objective.empty(state.items()[0].tensor.device)
+        with self._collectives():
+            self.objective.check(state.model, micros[0] if micros else empty, place)
+        for micro in micros:
+            sums.add(self._backward(micro, place, units))
+        for _ in range(batches.micro_batches_per_rank(num_micro, self._world_size) - len(micros)):
+            self._backward(empty, place, 0)
         state.take_gradients()
-        return loss
+        return sums.total()
 
     @override
     def clip(self, max_norm: float | None) -> float:
@@ -267,14 +285,20 @@ class ShardedGradient(Gradient):
         scale(gradients, norm, max_norm)
         return norm
 
-    def _backward(self, micro: MicroBatch, targets: int) -> int | None:
-        seed_micro_batch(self._seed, micro.first_sample)
+    def _backward(self, micro: NumberedMicroBatch, place: StepPlace, units: float) -> Terms:
+        # FSDP2 casts weights and block inputs by itself. The objective's autocast is needed in addition,
+        # because values that are combined with float32 buffers, or computed in float32, are no longer
+        # bfloat16.
+        with self._collectives():
+            terms = self.objective.terms(self._state.model, micro, place)
+            torch.autograd.backward(divided(terms, units))
+        return terms
+
+    @contextmanager
+    def _collectives(self) -> Iterator[None]:
+        """Within the block, the model gathers weights and sums gradients: names the errors of that."""
         try:
-            tokens = micro.input_ids, micro.labels
-            loss: Tensor = loss_sum(
-                self._state.model, *tokens, self._precision, micro.document_ids, micro.is_padding
-            )
-            torch.autograd.backward(loss / max(1, targets))
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -295,4 +319,3 @@ class ShardedGradient(Gradient):
                     code="training.collectives_differ",
                 ) from error
             raise ended_by("gathering weights, or summing the gradient", error) from error
-        return fixed_point(float(loss.detach()))

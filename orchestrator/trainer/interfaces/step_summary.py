@@ -8,38 +8,100 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from orchestrator.objectives import Terms
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import BatchSlice, StateKey, StepRecord
 
-FRACTION_BITS = 24  # fraction bits of the loss in fixed point
-_LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger loss is treated as not finite
+FRACTION_BITS = 24  # of the loss and of metrics in fixed point
+_LIMIT = 1 << 61  # of a micro-batch; a larger value is treated as not finite
 # every rank adds to these slots
 _RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US, _BUSY, _WHOLE = range(10)
 _CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(10, 14)  # rank 0 alone
-NUM_SLOTS = 14  # followed by one slot per rank, which that rank alone fills: its peak memory
+# followed by three slots per metric, and by one slot per rank, which that rank alone fills: its peak memory
+NUM_SLOTS = 14
+_METRIC_SLOTS = 3
 _MASK = (1 << 64) - 1
 
 
-def fixed_point(loss: float) -> int | None:
-    """Converts a micro-batch's summed loss to fixed point; None if it is not finite or absurdly large.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricSum:
+    """A metric summed in fixed point, and the number of micro-batches in which it was not finite."""
 
-    NaN would become −2^63, so it never enters the summary: its rank adds 0 and counts itself as not finite.
+    sum: int
+    count: int
+    not_finite: int
+
+    @property
+    def mean(self) -> float | None:
+        """The sum divided by the count. None if the count is 0, or a value was not finite."""
+        return None if self.not_finite or not self.count else self.sum / self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTerms:
+    """The sums of a rank over its micro-batches, in fixed point.
+
+    `loss` is None if one was not finite. `metrics` are in the order of their names.
     """
-    if not math.isfinite(loss) or abs(loss) >= _LOSS_LIMIT >> FRACTION_BITS:
-        return None
-    return round(loss * (1 << FRACTION_BITS))
+
+    loss: int | None
+    metrics: tuple[MetricSum, ...] = ()
+
+
+class TermSums:
+    """Sums the terms of a rank's micro-batches. It waits for the device only in `total`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names`: of the metrics that all terms have."""
+        self._names = names
+        self._rows: list[Tensor] = []
+
+    def add(self, terms: Terms) -> None:
+        """Adds the terms of a micro-batch."""
+        metrics = [terms.metrics[name] for name in self._names]
+        values = [terms.loss_sum, *(value for mean in metrics for value in (mean.sum, mean.count))]
+        device = terms.loss_sum.device
+        row = torch.stack([torch.as_tensor(v, device=device).detach().double().reshape(()) for v in values])
+        self._rows.append(fixed_point(row))
+
+    def total(self) -> RankTerms:
+        """Returns the sums."""
+        sums = [(0, 0)] * (1 + 2 * len(self._names))
+        if self._rows:
+            of_each = zip(*torch.stack(self._rows).tolist(), strict=True)
+            sums = [(sum(v for v, _ in pairs), sum(flag for _, flag in pairs)) for pairs in of_each]
+        (loss, not_finite), *others = sums
+        return RankTerms(
+            loss=None if not_finite else loss,
+            metrics=tuple(
+                MetricSum(sum=total, count=num, not_finite=bad + also_bad)
+                for (total, bad), (num, also_bad) in zip(others[::2], others[1::2], strict=True)
+            ),
+        )
+
+
+def fixed_point(values: Tensor) -> Tensor:
+    """Converts (n,) float64 to fixed point, (n, 2) int64: the value, and whether it had none.
+
+    A value that is not finite or absurdly large becomes 0 and is flagged: NaN would become −2^63.
+    """
+    good = values.isfinite() & (values.abs() < _LIMIT >> FRACTION_BITS)
+    scaled = torch.where(good, values * (1 << FRACTION_BITS), 0.0).round()
+    return torch.stack((scaled.long(), (~good).long()), dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContribution:
     """The values that one rank adds to the summary.
 
-    `loss`: in fixed point over its micro-batches, None if one was not finite.
+    `terms`: the sums over its micro-batches.
     `digest`: of its samples (unsigned).
     `busy`: it holds a save whose vote or report is not answered, so that no other can begin.
     `whole`: it has its copies of the memory point in progress.
@@ -48,7 +110,7 @@ class RankContribution:
     `peak_memory_bytes`: see `trainer.loop`.
     """
 
-    loss: int | None
+    terms: RankTerms
     targets: int
     samples: int
     digest: int
@@ -63,12 +125,17 @@ class RankContribution:
     peak_memory_bytes: int = 0
 
     def pack(self, rank: int, world_size: int) -> Tensor:
-        """Returns the vector (NUM_SLOTS + world_size,) int64 that `rank` adds to the sum of `world_size`.
+        """Returns the vector (NUM_SLOTS + 3 * metrics + world_size,) int64 that `rank` adds to the sum of
+        `world_size`.
 
-        A loss that could overflow that sum counts as not finite.
+        A loss or metric that could overflow that sum counts as not finite.
         """
-        loss = self.loss
-        if loss is not None and abs(loss) * world_size >= 1 << 63:
+
+        def fits(value: int) -> bool:
+            return abs(value) * world_size < 1 << 63
+
+        loss = self.terms.loss
+        if loss is not None and not fits(loss):
             loss = None
         values = [0] * NUM_SLOTS
         values[_RANKS] = 1
@@ -88,16 +155,21 @@ class RankContribution:
             values[_STEP_S] = _bits(self.step_s)
         peaks = [0] * world_size
         peaks[rank] = self.peak_memory_bytes
-        return torch.tensor(values + peaks, dtype=torch.int64)
+        metrics = list[int]()
+        for one in self.terms.metrics:
+            both = fits(one.sum) and fits(one.count)
+            metrics += (one.sum, one.count, one.not_finite) if both else (0, 0, one.not_finite + 1)
+        return torch.tensor(values + metrics + peaks, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
     """The summed vector, unpacked. It is the same on every rank that has it.
 
-    `loss` is the sum over targets (nats). Times are means over the ranks (seconds). `num_busy` ranks hold an
-    undecided save. `num_whole` ranks have their copies of the memory point in progress. `peak_memory_bytes`
-    is the maximum.
+    `loss` is the sum over the samples (nats, if it is a cross-entropy). Times are means over the ranks
+    (seconds). `num_busy` ranks hold an undecided save. `num_whole` ranks have their copies of the memory
+    point in progress. `peak_memory_bytes` is the maximum. `metrics` are those of the objective, None if one
+    has no value.
     """
 
     ranks: int
@@ -115,10 +187,11 @@ class StepSummary:
     grad_norm: float
     step_s: float
     peak_memory_bytes: int
+    metrics: Mapping[str, float | None]
 
     @classmethod
-    def unpack(cls, vector: Tensor) -> StepSummary:
-        """Unpacks the summed vector (NUM_SLOTS + world_size,) int64."""
+    def unpack(cls, vector: Tensor, metric_names: Sequence[str]) -> StepSummary:
+        """Unpacks the summed vector of `RankContribution.pack`."""
         values = [int(value) for value in vector.tolist()]
         ranks = max(1, values[_RANKS])
         return cls(
@@ -136,7 +209,11 @@ class StepSummary:
             acknowledged=values[_ACKNOWLEDGED],
             grad_norm=_number(values[_GRAD_NORM]),
             step_s=_number(values[_STEP_S]),
-            peak_memory_bytes=max(values[NUM_SLOTS:]),
+            peak_memory_bytes=max(values[NUM_SLOTS + _METRIC_SLOTS * len(metric_names) :]),
+            metrics={
+                name: MetricSum(sum=values[at], count=values[at + 1], not_finite=values[at + 2]).mean
+                for at, name in zip(count(NUM_SLOTS, _METRIC_SLOTS), metric_names, strict=False)
+            },
         )
 
     def problem(self, world_size: int, batch: BatchSlice) -> str | None:
@@ -162,8 +239,9 @@ class StepSummary:
             return f"the samples trained have digest {self.digest:016x}, {announced}"
         return None
 
-    def record(self, key: StateKey, cursor: Cursor, lr: float, ended: float) -> StepRecord:
-        """Builds the step's record. `key` and `cursor` are those after the step.
+    def record(self, key: StateKey, cursor: Cursor, units: float, lr: float, ended: float) -> StepRecord:
+        """Builds the step's record. `key` and `cursor` are those after the step, whose loss is divided by
+        `units`.
 
         It is the same on every rank except for `ended`, the time at which this rank had applied the step.
         """
@@ -174,7 +252,7 @@ class StepSummary:
             consumed_samples=cursor.consumed_samples,
             consumed_tokens=cursor.consumed_tokens,
             target_tokens=cursor.target_tokens,
-            loss=self.loss / self.targets if self.targets else None,
+            loss=self.loss / units if units else None,
             grad_norm=self.grad_norm,
             lr=lr,
             digest=f"{self.digest:016x}",
@@ -183,6 +261,7 @@ class StepSummary:
             save_blocked_s=self.save_blocked_s,
             ended=ended,
             peak_memory_bytes=self.peak_memory_bytes,
+            metrics=self.metrics or None,
         )
 
 

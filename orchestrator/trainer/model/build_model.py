@@ -1,15 +1,12 @@
-"""A job's model, its loss, and the random numbers that both use.
+"""A job's model, and the random numbers that it and its loss use.
 
 Every process gets the same bits.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +15,17 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.model.factory_output import require_state
-from orchestrator.trainer.model.model_call import balancing_loss, call_model, document_inputs
 from orchestrator.trainer.model.model_settings import without_cache
 from orchestrator.trainer.weights.initial import fill, open_model
 from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
+from orchestrator.user_function import find_function, not_callable
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig
 
-NO_LOSS = -100  # the label of a position without a target
 _NAMED = 10
+_FACTORY, _NOT_CALLABLE = "model.factory", "model.factory_not_callable"
 
 
 def pick_device(device: str) -> torch.device:
@@ -129,14 +126,7 @@ def find_factory(config: ModelConfig) -> Callable[..., Any]:
 
     Raises `ConfigError` if it does not exist, or does not accept `model.factory_args`.
     """
-    module, _, name = str(config.factory).partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-        with suppress(ValueError):  # some functions written in C have no signature
-            inspect.signature(function).bind(**config.factory_args)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise _not_callable(config, error) from error
-    return function  # type: ignore[no-any-return]
+    return find_function(_FACTORY, str(config.factory), _NOT_CALLABLE, arguments=config.factory_args)
 
 
 def made_by_factory(config: ModelConfig, model: object) -> nn.Module:
@@ -155,7 +145,7 @@ def _from_factory(config: ModelConfig) -> nn.Module:
     try:
         model = function(**config.factory_args)
     except (ImportError, AttributeError, TypeError) as error:
-        raise _not_callable(config, error) from error
+        raise not_callable(_FACTORY, str(config.factory), _NOT_CALLABLE, error) from error
     return made_by_factory(config, model)
 
 
@@ -196,14 +186,6 @@ def _moved(model: nn.Module, to: torch.device) -> nn.Module:
         return model.to(to)
 
 
-def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"model.factory={config.factory} cannot be called ({error}); "
-        "give pkg.module:function and its model.factory_args",
-        code="model.factory_not_callable",
-    )
-
-
 def _from_transformers(
     config: ModelConfig, settings: Any, dtype: torch.dtype, attention: str | None
 ) -> nn.Module:
@@ -239,48 +221,15 @@ def _lacking(folder: str, missing: list[str]) -> ConfigError:
     )
 
 
-def loss_sum(
-    model: nn.Module,
-    input_ids: Tensor,
-    labels: Tensor,
-    precision: str,
-    document_ids: Tensor | None = None,
-    is_padding: Tensor | None = None,
-) -> Tensor:
-    """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32.
-
-    It is 0 if there is no target. It is the cross-entropy. If the model returns a router's balancing loss,
-    that loss times the model's coefficient and the number of targets is added (see `balancing_loss`).
-
-    `model(input_ids)` returns logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
-    With `document_ids`, each token attends only to its own document (`document_inputs`). Labels are
-    already shifted. `is_padding` (samples, seq_len), None if no position is padding, affects only the
-    router's loss. Under `bf16` the forward pass runs in autocast: products are computed in bfloat16, while
-    weights and their gradients stay float32. The cross-entropy is computed outside of autocast.
-    """
-    kind = input_ids.device.type
-    with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
-        within = {} if document_ids is None else document_inputs(model, document_ids)
-        output = call_model(model, input_ids, within, is_padding)
-    logits = output if isinstance(output, Tensor) else output.logits
-    targets = labels.flatten().long()
-    loss = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), targets, ignore_index=NO_LOSS, reduction="sum"
-    )
-    balancing = balancing_loss(model, output)
-    num_targets = 0 if balancing is None else int((targets != NO_LOSS).sum())
-    if balancing is None or not num_targets:  # for padding alone the balancing loss is 0/0
-        return loss
-    return loss + num_targets * balancing.float()
-
-
-def seed_micro_batch(seed: int, first_sample: int) -> None:
+def seed_micro_batch(seed: int, first_sample: int) -> int:
     """Seeds torch's random numbers (dropout) for a micro-batch, given the run's index of its first sample.
 
-    The numbers depend neither on ranks nor on earlier computation, so that no generator state has to be
-    saved. The `rng.json` of every point states this rule.
+    Returns the seed. The numbers depend neither on ranks nor on earlier computation, so that no generator
+    state has to be saved. The `rng.json` of every point states this rule.
     """
-    torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
+    number = int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1
+    torch.manual_seed(number)
+    return number
 
 
 def set_determinism(invariant: bool, device: torch.device) -> None:

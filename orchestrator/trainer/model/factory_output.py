@@ -24,7 +24,6 @@ from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.model_call import (
     call_model,
-    document_inputs,
     input_names,
     require_router_loss,
 )
@@ -158,8 +157,7 @@ def refused(text: str) -> ConfigError:
 
 def _call(model: nn.Module, seq_len: int, by_document: bool) -> Any:
     ids = torch.full((1, seq_len), _usual_id(model), dtype=torch.int64)
-    within = document_inputs(model, torch.zeros_like(ids)) if by_document else {}
-    return call_model(model, ids, within, None)
+    return call_model(model, ids, torch.zeros_like(ids) if by_document else None, None)
 
 
 def _usual_id(model: nn.Module) -> int:

@@ -11,7 +11,7 @@ together. `train.micro_batch_size` is thus part of its definition.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,13 +86,12 @@ def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]
     windows or chunks gets no mask: transformers would use it as the mask of every layer. Without one,
     transformers builds the mask of each kind of layer from the restarts of the positions.
     """
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    if takes_document_ids(inner):
+    if takes_document_ids(model):
         return {_BY_ITSELF: document_ids}
     positions = {"position_ids": document_positions(document_ids)}
-    if has_windows(inner, document_ids.shape[1]):
+    if has_windows(model, document_ids.shape[1]):
         return positions
-    return {"attention_mask": document_mask(document_ids, next(inner.parameters()).dtype), **positions}
+    return {"attention_mask": document_mask(document_ids, next(model.parameters()).dtype), **positions}
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,20 +137,38 @@ def is_balanced(model: nn.Module) -> bool:
     return any(getattr(each, "output_router_logits", False) for each in settings_of(model))
 
 
-def call_model(
-    model: nn.Module, input_ids: Tensor, within: Mapping[str, Tensor], is_padding: Tensor | None
-) -> Any:
-    """Calls `model(input_ids, **within)`. The router's loss ignores the positions of `is_padding`.
+def may_balance(model: nn.Module) -> bool:
+    """Whether the model may return a router's loss that is part of the loss."""
+    return is_balanced(model) or (not settings_of(model) and bool(_coefficient(model)))
 
-    transformers computes that loss from the attention mask, and accepts only a mask of the shape (samples,
-    seq_len) for it. The model therefore gets the mask of real tokens, and its decoder gets the mask of
-    `within`.
+
+def call_model(
+    model: nn.Module, input_ids: Tensor, document_ids: Tensor | None, is_padding: Tensor | None
+) -> Any:
+    """Calls `model(input_ids)` with its `completed_inputs`."""
+    with completed_inputs(model, document_ids, is_padding) as more:
+        return model(input_ids, **more)
+
+
+@contextmanager
+def completed_inputs(
+    model: nn.Module, document_ids: Tensor | None, is_padding: Tensor | None
+) -> Iterator[dict[str, Tensor | None]]:
+    """Yields the arguments of the model besides the input ids. They are valid within the block.
+
+    With `document_ids` each token attends only to its own document (`document_inputs`). The router's loss
+    ignores the positions of `is_padding`. transformers computes that loss from the attention mask, and
+    accepts only a mask of the shape (samples, seq_len) for it. The model therefore gets the mask of real
+    tokens, and its decoder gets that of the documents.
     """
+    within: dict[str, Tensor | None] = {}
+    if document_ids is not None:
+        within.update(document_inputs(model, document_ids))
     if not is_balanced(model) or (is_padding is None and _MASK not in within):
-        return model(input_ids, **within)
+        yield within
+        return
     with _decoder_mask(model, within.get(_MASK)):
-        of_tokens = None if is_padding is None else ~is_padding
-        return model(input_ids, **{**within, _MASK: of_tokens})
+        yield {**within, _MASK: None if is_padding is None else ~is_padding}
 
 
 def balancing_loss(model: nn.Module, output: Any) -> Tensor | None:
@@ -194,7 +211,7 @@ def require_router_loss(model: nn.Module, output: Any, name: str) -> None:
 
 def _coefficient(model: nn.Module) -> float | None:
     nested = settings_of(model)[1:]  # some models read it from there for their own loss
-    values = [getattr(each, name, None) for each in (_inner(model), *nested) for name in _COEFFICIENTS]
+    values = [getattr(each, name, None) for each in (model, *nested) for name in _COEFFICIENTS]
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
@@ -208,16 +225,12 @@ def _decoder_mask(model: nn.Module, mask: Tensor | None) -> Iterator[None]:
         del module
         return args, {**kwargs, _MASK: mask}
 
-    inner: Any = _inner(model)
+    inner: Any = model
     handle = inner.base_model.register_forward_pre_hook(replace, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _wrong_router(text: str) -> ConfigError:

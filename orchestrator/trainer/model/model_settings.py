@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def text_config(model: nn.Module) -> Any:
     """Returns the configuration of the language model inside `model`, also under DDP; None if it has none."""
-    return text_settings(getattr(_inner(model), "config", None))
+    return text_settings(getattr(model, "config", None))
 
 
 def text_settings(settings: Any) -> Any:
@@ -47,7 +47,7 @@ def settings_of(model: nn.Module) -> list[Any]:
 
     Empty if the model has none.
     """
-    own = getattr(_inner(model), "config", None)
+    own = getattr(model, "config", None)
     if own is None:
         return []
     nested = text_settings(own)
@@ -58,12 +58,6 @@ def without_cache(model: nn.Module) -> None:
     """Disables the cache of keys and values of a transformers model, which training does not use."""
     for settings in settings_of(model):
         settings.use_cache = False
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    from torch import nn
-
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 # ----------------------------------------------------------------------------------- keys that no model reads

@@ -29,18 +29,18 @@ from orchestrator.trainer.state.train_state import TrainState
 class Prepared:
     """A step whose every collective but the summary succeeded, with its whole gradient in `.grad`.
 
-    `key` is that of the resulting state. `num_targets` counts the target tokens of the whole step.
+    `key` is that of the resulting state. `num_units` counts the units of loss of the whole step.
     """
 
     key: StateKey
     cursor: Cursor
     lr: float
-    num_targets: int
+    num_units: float
 
 
 def apply_prepared(state: TrainState, prepared: Prepared) -> None:
     """Applies the step: afterwards `state` is the one that `prepared` names."""
-    state.apply(prepared.lr, prepared.num_targets)
+    state.apply(prepared.lr, prepared.num_units)
     state.key, state.cursor = prepared.key, prepared.cursor
 
 

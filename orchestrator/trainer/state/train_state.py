@@ -282,10 +282,10 @@ class TrainState:
             total.update(tensor_bytes(item.tensor))
         return total.digest()
 
-    def apply(self, lr: float, num_targets: int) -> None:
-        """Runs one optimizer step with the gradients in `.grad`, for a step with `num_targets` target tokens.
+    def apply(self, lr: float, num_units: float) -> None:
+        """Runs one optimizer step with the gradients in `.grad`, for a step with `num_units` units of loss.
 
-        Without targets there is no gradient, and the optimizer makes no step: momentum and weight decay would
+        Without units there is no gradient, and the optimizer makes no step: momentum and weight decay would
         change the weights although nothing is learned. Raises `TrainingError` if the forward pass has changed
         a buffer, because the ranks then hold different ones. Raises it also if the forward pass has replaced
         a tensor of the state, because the new tensor would be neither trained nor saved.
@@ -299,7 +299,7 @@ class TrainState:
             )
         self.writable()
         self._untouched = self.committed = False
-        if num_targets:
+        if num_units:
             self._rows.step(lr)
 
     def _replaced(self) -> list[str]:

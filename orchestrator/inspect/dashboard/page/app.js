@@ -2,7 +2,7 @@
 // Alpine's CSP build parses an expression anew at every evaluation.
 import * as f from './fmt.js';
 import { get, post, runPath, stream, takeToken } from './api.js';
-import { CHARTS, chart, xText } from './charts.js';
+import { CHARTS, chart, ownChart, xText } from './charts.js';
 import { Timeline } from './timeline.js';
 import { VTable } from './vtable.js';
 
@@ -1520,9 +1520,7 @@ document.addEventListener('alpine:init', () => {
 					this.get('/series', { ...query, metrics: 'loss', px }),
 					this.get('/series', {
 						...query,
-						metrics: CHARTS.slice(1)
-							.map((c) => c.key)
-							.join(','),
+						metrics: [...CHARTS.slice(1).map((c) => c.key), 'own'].join(','),
 						px: Math.round(px / 2),
 					}),
 					this.marks || this.get('/timeline'),
@@ -1537,6 +1535,8 @@ document.addEventListener('alpine:init', () => {
 				performance.mark('charts');
 				this.got = keep({ wide, narrow });
 				this.text = int(wide.steps) + ' steps of the history' + (r ? ' in this range' : '');
+				this.specs = [...CHARTS, ...narrow.own.map(ownChart)];
+				await this.$nextTick();
 				this.paint();
 			} catch (e) {
 				this.say(e.message);
@@ -1546,7 +1546,7 @@ document.addEventListener('alpine:init', () => {
 			if (!this.got) return;
 			this.plots.forEach((p) => p.destroy());
 			this.plots = keep([]);
-			for (const c of CHARTS) {
+			for (const c of this.specs) {
 				const el = this.el(c.key),
 					d = c.wide ? this.got.wide : this.got.narrow;
 				el.replaceChildren();

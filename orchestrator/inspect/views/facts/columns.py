@@ -21,6 +21,7 @@ from orchestrator.history.claims.claims import INCONSISTENT, GenerationId, Gener
 from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, JUMP_S, STEP, check_copy
 from orchestrator.history.journal.line_format import EventKind
+from orchestrator.history.metrics.declared import RESERVED
 from orchestrator.inspect.views.facts.arrays import Array, Growing
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord
@@ -98,8 +99,9 @@ class JournalSpan:
 class Columns:
     """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, and `t`
     (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the journal
-    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. A repeated
-    step is taken once, at its first place. `kinds` and `of_attempt` have the events by these.
+    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. `metrics` has
+    a column for each metric of the objective, NaN where a step has no value. A repeated step is taken once,
+    at its first place. `kinds` and `of_attempt` have the events by these.
 
     Times are seconds since 1970 by the clock of the attempt's first line. Where that clock jumps, the jump is
     taken out of all later times of the attempt, so they never fall and differences are durations. A step of
@@ -110,6 +112,7 @@ class Columns:
         kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK), "f8")
         kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "ended": "f8"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
+        self.metrics: dict[str, Growing] = {}
         self.generations: list[RecordedGeneration] = []
         self.index: dict[GenerationId, int] = {}
         self.events: list[Event] = []
@@ -124,7 +127,7 @@ class Columns:
         return len(self.steps["step"])
 
     def __getitem__(self, name: str) -> Array:
-        return self.steps[name].array
+        return (self.metrics[name] if name in self.metrics else self.steps[name]).array
 
     def refresh(self, lines: JournalLines) -> bool:
         """Reads the new lines. Returns whether there were any. Raises as `JournalLines.new`."""
@@ -163,6 +166,8 @@ class Columns:
             values["ended"] = None if math.isnan(ended) else ended
         peak = float(self[PEAK][row])
         values[PEAK] = None if math.isnan(peak) else int(peak)
+        metrics = {name: float(column.array[row]) for name, column in self.metrics.items()}
+        values["metrics"] = {name: value for name, value in metrics.items() if not math.isnan(value)} or None
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
 
     # ---------------------------------------------------------------------- inside
@@ -310,6 +315,13 @@ class Columns:
             ended = float(found["ended"][row])
             found["t"][row] = min(times[row], ended if own is None else max(own.first, ended))
         found[PEAK] = np.array([line.get(PEAK) for _, line in steps], dtype="f8")  # None becomes NaN
+        metrics = [line.get("metrics") or {} for _, line in steps]
+        for name in {name: None for of_step in metrics for name in of_step}:
+            if name not in self.metrics:
+                self.metrics[name] = Growing("f8")
+                self.metrics[name].extend(np.full(len(self), np.nan))
+        for name in self.metrics:
+            found[name] = np.array([of_step.get(name) for of_step in metrics], dtype="f8")
         ids = np.array([fields["attempt"], fields["generation"]])
         # pieces of one generation whose steps rise: nearly always all of the chunk
         cut = np.any(np.diff(ids, axis=1), axis=0) | (np.diff(found["step"]) <= 0)
@@ -329,7 +341,7 @@ class Columns:
         before = tokens[0] if known.last_tokens is None else known.last_tokens
         piece["width"] = np.diff(tokens, prepend=before)  # tokens trained: what the count grew by
         piece["generation"] = np.full(len(tokens), at)
-        for name, column in self.steps.items():
+        for name, column in (*self.steps.items(), *self.metrics.items()):
             column.extend(piece[name])
         if known.ranges and known.ranges[-1][1] == begin:
             known.ranges[-1] = (known.ranges[-1][0], len(self))
@@ -381,6 +393,8 @@ def _step_fields(steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]] | 
             return None
     if columns and not all(map(_DIGEST, columns[-2])):
         return None
+    if not all(_are_metrics(line) for _, line in steps):
+        return None
     return dict(zip(_NAMES, columns, strict=False))
 
 
@@ -403,7 +417,8 @@ def seconds(times: Iterable[str]) -> Array:
 def _record(line: Line) -> StepRecord:
     values: Any = {f.name: line[f.name] for f in dataclasses.fields(StepRecord) if f.name in line}
     floats = {name: None if line[name] is None else float(line[name]) for name in FLOATS}
-    return StepRecord(**{**values, **floats})
+    known = {name: value for name, value in (line.get("metrics") or {}).items() if value is not None}
+    return StepRecord(**{**values, **floats, "metrics": known or None})
 
 
 def _wrong(line: Line) -> str:
@@ -416,4 +431,14 @@ def _wrong(line: Line) -> str:
         fits = fits or (name == "loss" and value is None)  # a step without targets
         if not fits or (name == "digest" and not _DIGEST(value)):
             return f"the step's field {name} is {value!r}"
-    return ""
+    return "" if _are_metrics(line) else f"the step's field metrics is {line['metrics']!r}"
+
+
+def _are_metrics(line: Line) -> bool:
+    """Whether the metrics of a step's line, if it has any, are numbers or null under names of their own."""
+    metrics = line.get("metrics")
+    if metrics is None:
+        return True
+    if type(metrics) is not dict or not metrics.keys().isdisjoint(RESERVED):
+        return False
+    return {type(value) for value in metrics.values()} <= {float, int, type(None)}

@@ -1,4 +1,4 @@
-"""Micro-batches, the interface of the two ways to combine their gradients, and the invariant one.
+"""The interface of the ways to combine the gradients of micro-batches, and the invariant one.
 
 `invariant` combines gradients over micro-batches in one fixed binary tree: the result has the same bits for
 every division of a step among ranks. `parallel.py` has `fast`.
@@ -8,79 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from orchestrator.objectives import Terms
 from orchestrator.planning import batches
-from orchestrator.records.steps import BatchSlice
 from orchestrator.trainer.comm.group import collective
-from orchestrator.trainer.interfaces.step_summary import fixed_point
-from orchestrator.trainer.model.build_model import NO_LOSS, loss_sum, seed_micro_batch
+from orchestrator.trainer.interfaces.step_summary import RankTerms, TermSums
+from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 
 _PIECE = 1 << 14  # elements whose squares are summed in float32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Samples of one rank that pass through the model together. `number` counts micro-batches within the
-    step.
-    """
-
-    number: int
-    first_sample: int
-    input_ids: Tensor  # (samples, seq_len) int64
-    labels: Tensor  # (samples, seq_len) int64, -100 = no loss
-    document_ids: Tensor | None = None  # (samples, seq_len) int64; set if attention stays within documents
-    is_padding: Tensor | None = None  # (samples, seq_len) bool; None if no position is padding
-
-
-def cut(
-    batch: BatchSlice,
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    by_document: bool = False,
-) -> list[MicroBatch]:
-    """Cuts a rank's slice into micro-batches. The concatenation over all ranks is the same for every world
-    size.
-
-    `by_document`: attention stays within documents.
-    """
-    step = batch.step
-    expected = batches.rank_samples(step.first_sample, step.num_samples, micro_batch_size, rank, world_size)
-    assert expected == (batch.start, batch.stop), (
-        f"rank {rank} of {world_size} trains {expected}, the slice holds {(batch.start, batch.stop)}"
-    )
-    micros = batches.micro_batches(step.num_samples, micro_batch_size)
-    input_ids, labels, documents = (
-        torch.from_numpy(a.astype(np.int64)).to(device)
-        for a in (batch.input_ids, batch.labels, batch.document_ids)
-    )
-    before = batch.start - step.first_sample
-
-    def micro(number: int) -> MicroBatch:
-        rows = slice(micros[number].start - before, micros[number].stop - before)
-        return MicroBatch(
-            number=number,
-            first_sample=step.first_sample + micros[number].start,
-            input_ids=input_ids[rows],
-            labels=labels[rows],
-            document_ids=documents[rows] if by_document else None,
-            is_padding=documents[rows] < 0 if (batch.document_ids[rows] < 0).any() else None,
-        )
-
-    return [micro(number) for number in batches.rank_run(len(micros), rank, world_size)]
-
-
 class Gradient(Protocol):
     """Computes the gradient of a step in `.grad` of every parameter, summed over all ranks."""
+
+    objective: Objective
 
     def enter(self, rank: int, world_size: int) -> None:
         """Enters a new generation. Its default process group already exists."""
@@ -88,12 +35,13 @@ class Gradient(Protocol):
     def leave(self) -> None:
         """Leaves the generation. Afterwards nothing may refer to its process group."""
 
-    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """Runs this rank's micro-batches, and sums the gradients of all ranks divided by `targets`.
+    def reduce(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
+    ) -> RankTerms:
+        """Runs this rank's micro-batches, and sums the gradients of all ranks divided by `units`.
 
-        `micros` are this rank's share of the step's `num_micro` micro-batches. Returns this rank's summed
-        loss in fixed point, or None if it is not finite. Raises `GenerationEnded` if a collective fails.
-        Errors of the model propagate.
+        `micros` are this rank's share of the `num_micro` micro-batches of the step at `place`. Returns this
+        rank's sums. Raises `GenerationEnded` if a collective fails. Errors of the model propagate.
         """
 
     def clip(self, max_norm: float | None) -> float:
@@ -103,30 +51,15 @@ class Gradient(Protocol):
         """
 
 
-def empty_micro_batch(device: torch.device, by_document: bool) -> MicroBatch:
-    """Returns a sample without targets, for a rank without a micro-batch.
-
-    Its loss and gradient are 0. The rank uses it to take part in the collectives.
-    """
-    nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    return MicroBatch(
-        number=-1,
-        first_sample=-1,
-        input_ids=nothing,
-        labels=torch.full_like(nothing, NO_LOSS),
-        document_ids=nothing if by_document else None,
-    )
-
-
 def forget(parameters: Sequence[nn.Parameter]) -> None:
     """Clears `.grad` of all parameters."""
     for parameter in parameters:
         parameter.grad = None
 
 
-def add_losses(total: int | None, loss: int | None) -> int | None:
-    """Returns the sum, or None if either value is None."""
-    return None if total is None or loss is None else total + loss
+def divided(terms: Terms, units: float) -> Tensor:
+    """Returns the loss divided by the units of the step. Without units it is 0, and so is its gradient."""
+    return terms.loss_sum / units if units else terms.loss_sum * 0
 
 
 def square_sum(gradients: Iterable[Tensor]) -> float:
@@ -210,8 +143,8 @@ class InvariantGradient(Gradient):
     of the gradient. Nothing overlaps with backward.
     """
 
-    def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
-        self._model, self._seed, self._precision = model, seed, precision
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self._model, self.objective = model, objective
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._sizes = [p.numel() for p in self._parameters]
         self._rank, self._world_size = 0, 1
@@ -226,12 +159,17 @@ class InvariantGradient(Gradient):
         """Nothing is held."""
 
     @override
-    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+    def reduce(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
+    ) -> RankTerms:
         forget(self._parameters)  # the gradient of the previous step
-        loss: int | None = 0
-        tree = TreeSum()
+        sums, tree = TermSums(self.objective.metric_names), TreeSum()
+        if micros:
+            self.objective.check(self._model, micros[0], place)
         for micro in micros:
-            loss = add_losses(loss, self._backward(micro, targets))
+            terms = self.objective.terms(self._model, micro, place)
+            torch.autograd.backward(divided(terms, units))
+            sums.add(terms)
             tree.add(micro.number, self._take_flat())
         values = {(start, size): value for start, size, value in tree.nodes}
         root = 1 << (num_micro - 1).bit_length()
@@ -244,7 +182,7 @@ class InvariantGradient(Gradient):
         self._flat = flat
         for parameter, part in zip(self._parameters, torch.split(flat, self._sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
-        return loss
+        return sums.total()
 
     @override
     def clip(self, max_norm: float | None) -> float:
@@ -253,13 +191,6 @@ class InvariantGradient(Gradient):
         scale([p.grad for p in self._parameters], norm, max_norm)
         self._flat = None
         return norm
-
-    def _backward(self, micro: MicroBatch, targets: int) -> int | None:
-        seed_micro_batch(self._seed, micro.first_sample)
-        tokens = micro.input_ids, micro.labels
-        loss = loss_sum(self._model, *tokens, self._precision, micro.document_ids, micro.is_padding)
-        torch.autograd.backward(loss / max(1, targets))
-        return fixed_point(float(loss.detach()))
 
     def _take_flat(self) -> Tensor:
         """Returns the gradient of the micro-batch as one float32 vector and clears `.grad`.

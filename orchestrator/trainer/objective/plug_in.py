@@ -1,0 +1,264 @@
+"""Trains with a user's objective: calls it, and checks what it returns.
+
+The model that it gets does what the configuration says: a plain `model(batch.input_ids)` attends within
+documents if `pack.document_attention` is true, and runs in bfloat16 under `train.precision: bf16`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from orchestrator.errors import ConfigError, OrchestratorError, TrainingError
+from orchestrator.history.metrics.declared import RESERVED
+from orchestrator.objectives import Mean, StepContext, Terms
+from orchestrator.trainer.comm.interruptible import refusing
+from orchestrator.trainer.model.build_model import seed_micro_batch
+from orchestrator.trainer.model.factory_output import without_weights
+from orchestrator.trainer.model.model_call import completed_inputs, input_names
+from orchestrator.trainer.objective.micro_batches import (
+    NumberedMicroBatch,
+    Objective,
+    StepPlace,
+    empty_micro_batch,
+)
+from orchestrator.user_function import find_function
+
+_CPU = torch.device("cpu")
+_TERMS = "objective.terms"
+_CALL = "objective.call"
+_IMPURE = "objective.impure"
+_CHECK_EVERY = 1000
+_NAMED = 5
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*").fullmatch
+
+
+class PlugIn(Objective):
+    """The function of `train.objective`."""
+
+    metric_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        path: str,
+        arguments: Mapping[str, Any],
+        seed: int,
+        precision: str,
+        by_document: bool,
+        seq_len: int,
+    ) -> None:
+        """Raises `ConfigError` if there is no function `path`, or if it does not take `arguments`."""
+        self._path, self._arguments = path, dict(arguments)
+        self._function = find_function("train.objective", path, "objective.not_callable", 3, self._arguments)
+        self._seed, self._precision, self._by_document = seed, precision, by_document
+        self._seq_len = seq_len
+        self._tried = False
+
+    @override
+    def prepare(self, model: nn.Module) -> None:
+        """Evaluates the objective, and learns the names of its metrics.
+
+        A model without weights (meta device) is tried as `factory_output.try_forward` does it. An objective
+        that needs values there can name its metrics in its attribute `metrics`. Raises `ConfigError` if the
+        evaluation fails.
+        """
+        device = next(model.parameters()).device
+        is_meta = device.type == "meta"
+        micro, place = self.empty(_CPU if is_meta else device), StepPlace(step=1, consumed_tokens=0)
+        names = getattr(self._function, "metrics", None)
+        own = [device] if device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=own), without_weights() if is_meta else nullcontext():
+                names = self.terms(model, micro, place).metrics
+                if not is_meta:
+                    self.check(model, micro, place)
+        except OrchestratorError as error:
+            raise ConfigError(str(error), code=error.code) from error
+        except Exception as error:
+            if not is_meta or names is None:
+                more = (
+                    "; it was tried without the values of weights: do not read values of tensors, or name "
+                    "its metrics in its attribute `metrics`"
+                )
+                raise ConfigError(
+                    f"train.objective={self._path} fails for a sample of {self._seq_len} tokens: "
+                    f"{type(error).__name__}: {error}{more if is_meta else ''}",
+                    code="objective.fails",
+                ) from error
+        self.metric_names, self._tried = tuple(sorted(names)), True
+
+    @override
+    def check(self, model: nn.Module, micro: NumberedMicroBatch, place: StepPlace) -> None:
+        """Evaluates the objective twice more in the first step, and in one of 1,000 steps after it."""
+        if place.step % _CHECK_EVERY != 1:
+            return
+        before = _versions(model)
+        collective = self._wrong(
+            "calls a collective, and the ranks evaluate it a different number of times; leave sums over "
+            "ranks to the metrics",
+            _IMPURE,
+        )
+        with nullcontext() if _is_sharded(model) else refusing(collective):
+            first = _values(self.terms(model, micro, place))
+        second = _values(self.terms(model, micro, place))
+        changed = [name for name, version in _versions(model).items() if before.get(name, version) != version]
+        if changed:
+            raise self._wrong(
+                f"changes the model's {', '.join(changed[:_NAMED])}; it must change no weights and buffers",
+                _IMPURE,
+            )
+        tolerance = float(getattr(self._function, "tolerance", 0.0))
+        for name, value in first.items():
+            again = second.get(name, math.nan)
+            is_same = value == again or (math.isnan(value) and math.isnan(again))
+            if not is_same and not math.isclose(value, again, rel_tol=tolerance):
+                raise self._wrong(
+                    f"gives {name}={value!r} and then {again!r} for the same samples; compute it from the "
+                    "model, the samples and the context alone, or state the relative difference of kernels "
+                    "that are not bit-stable in its attribute `tolerance`",
+                    _IMPURE,
+                )
+
+    @override
+    def terms(self, model: nn.Module, micro: NumberedMicroBatch, place: StepPlace) -> Terms:
+        batch = micro.batch
+        device = batch.input_ids.device
+        seed = seed_micro_batch(self._seed, micro.first_sample)
+        context = StepContext(
+            step=place.step,
+            consumed_tokens=place.consumed_tokens,
+            generator=torch.Generator(device).manual_seed(seed),
+        )
+        kind = device.type
+        autocast = torch.autocast(kind, torch.bfloat16) if self._precision == "bf16" else nullcontext()
+        with autocast, self._inputs_completed(model, micro):
+            found = self._function(model, batch, context, **self._arguments)
+        return self._checked(found, tuple(batch.input_ids.shape))
+
+    @override
+    def empty(self, device: torch.device) -> NumberedMicroBatch:
+        # its labels are targets: an objective that divides by their number must not give NaN, since NaN times
+        # 0 is NaN
+        return empty_micro_batch(device, self._seq_len, label=0)
+
+    @contextmanager
+    def _inputs_completed(self, model: nn.Module, micro: NumberedMicroBatch) -> Iterator[None]:
+        """Within the block, `model(input_ids)` is called with the micro-batch's document borders and padding.
+
+        Raises `TrainingError` if these are not known for what the model is called with, or if the model is
+        not called.
+        """
+        batch, num_calls = micro.batch, 0
+        documents = batch.document_ids.long() if self._by_document else None
+        is_padding = batch.document_ids < 0 if micro.has_padding else None
+
+        def complete(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            del module
+            nonlocal num_calls
+            num_calls += 1
+            if any(name in kwargs for name in input_names(model)) or len(args) > 1:
+                return args, kwargs  # the objective gives them by itself
+            ids = args[0] if args else kwargs.get("input_ids")
+            if not isinstance(ids, Tensor) or ids.shape != batch.input_ids.shape:
+                shape = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+                if documents is None:
+                    return args, kwargs
+                raise self._wrong(
+                    f"calls the model with input_ids {shape} of a micro-batch "
+                    f"{tuple(batch.input_ids.shape)}, and pack.document_attention=true: it is not known "
+                    "which documents these belong to; call the model with all of batch.input_ids, or give it "
+                    f"{' and '.join(input_names(model))}",
+                    _CALL,
+                )
+            return args, {**kwargs, **more}
+
+        with completed_inputs(model, documents, is_padding) as more:
+            handle = model.register_forward_pre_hook(complete, with_kwargs=True, prepend=True)
+            try:
+                yield
+            finally:
+                handle.remove()
+        if documents is not None and not num_calls:
+            raise self._wrong(
+                "calls only parts of the model, and pack.document_attention=true: document borders reach "
+                "them only through the model itself; call the model, or set pack.document_attention=false",
+                _CALL,
+            )
+
+    def _checked(self, found: object, shape: tuple[int, ...]) -> Terms:
+        """Returns the terms. Raises `TrainingError` if they are not as documented."""
+        if not isinstance(found, Terms):
+            kind = type(found).__name__
+            raise self._wrong(f"returned {kind}; return orchestrator.objectives.Terms", _TERMS)
+        loss = found.loss_sum
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise self._wrong(f"returned a loss_sum of {kind}; return a tensor with one number", _TERMS)
+        if not loss.requires_grad:
+            raise self._wrong(
+                "returned a loss_sum that depends on no trained parameter; compute it from the output of the "
+                "model",
+                _TERMS,
+            )
+        for name, mean in found.metrics.items():
+            if not _NAME(name) or name in RESERVED:
+                raise self._wrong(
+                    f"returned a metric {name!r}; give it a name of letters, digits and _ that no metric of "
+                    "every run has (docs/metrics.md)",
+                    _TERMS,
+                )
+            if not isinstance(mean, Mean) or not (_is_number(mean.sum) and _is_number(mean.count)):
+                raise self._wrong(
+                    f"returned {mean!r:.100} as metric {name!r}; return a Mean of two numbers", _TERMS
+                )
+        names = tuple(sorted(found.metrics))
+        if self._tried and names != self.metric_names:
+            raise self._wrong(
+                f"returned the metrics {list(names)}, and {list(self.metric_names)} before; return the same "
+                "ones for every micro-batch (a Mean with the count 0 where one has no value)",
+                _TERMS,
+            )
+        if found.per_token is not None and tuple(found.per_token.shape) != shape:
+            raise self._wrong(
+                f"returned per_token of shape {tuple(found.per_token.shape)} for samples {shape}", _TERMS
+            )
+        return found
+
+    def _wrong(self, what: str, code: str) -> TrainingError:
+        return TrainingError(f"train.objective={self._path} {what}", code=code)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _values(terms: Terms) -> dict[str, float]:
+    values: dict[str, Any] = {"loss_sum": terms.loss_sum}
+    for name, mean in terms.metrics.items():
+        values |= {f"{name}.sum": mean.sum, f"{name}.count": mean.count}
+    return {name: float(torch.as_tensor(value).detach()) for name, value in values.items()}
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identifies each tensor of the model and how often it was written to."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors if not _is_rows(tensor)}
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(map(_is_rows, model.parameters()))

@@ -1,0 +1,51 @@
+"""Imports functions that a configuration names as `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+
+def find_function(
+    field: str, path: str, code: str, num_positional: int = 0, arguments: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Imports the function at `path`, which the configuration's `field` names.
+
+    Raises `ConfigError` with `code` if it does not exist, or if it does not take `num_positional` arguments
+    and `arguments` by name.
+    """
+    module, _, name = path.partition(":")
+    search_current_folder()
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with suppress(ValueError):  # some functions written in C have no signature
+            inspect.signature(function).bind(*[None] * num_positional, **(arguments or {}))
+    except Exception as error:  # a user's module may raise anything
+        raise not_callable(field, path, code, error, has_arguments=arguments is not None) from error
+    return function  # type: ignore[no-any-return]
+
+
+def search_current_folder() -> None:
+    """Lets imports find modules of the current folder. Ray's workers do this, a command does not."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
+def not_callable(
+    field: str, path: str, code: str, error: Exception, has_arguments: bool = True
+) -> ConfigError:
+    """Builds the error for a function that cannot be called. `has_arguments`: there is a field for them."""
+    arguments = f", and in {field}_args the arguments that it takes" if has_arguments else ""
+    return ConfigError(
+        f"{field}={path} cannot be called ({error}); give pkg.module:function of the current folder or "
+        f"PYTHONPATH{arguments}",
+        code=code,
+    )
