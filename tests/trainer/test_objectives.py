@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, TrainingError
 from orchestrator.records.cursor import Cursor
+from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.interfaces.job import TrainJob, next_range
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.objective.causal_lm import LossTerms, causal_lm_terms
@@ -211,9 +213,18 @@ def test_an_objective_may_state_the_difference_between_two_evaluations() -> None
     assert tried("nearly_pure").metric_names == ()
 
 
-def test_a_collective_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="calls a collective"):  # from the members' errors
-        run_to_end(tmp_path, 2, job=job_of("sums_over_ranks"))
+@pytest.mark.parametrize("backend", ["gloo", BACKEND])
+def test_a_collective_is_refused_by_name(backend: str) -> None:
+    objective, job = tried("sums_over_ranks"), job_of("sums_over_ranks")
+    model = build_model(job.model, "float32", 0, CPU, invariant=True)
+    Interruptible().register()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with raises(TrainingError, "objective.impure", "sums_over_ranks"):
+            objective.check(model, first_micro(job), PLACE)
+        dist.all_reduce(torch.ones(1))  # it is refused to the objective alone
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_without_weights_gives_the_names_of_the_metrics() -> None:
