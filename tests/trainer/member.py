@@ -32,6 +32,7 @@ from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.loop import train
+from orchestrator.trainer.objective import logit_loss
 from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands, where_it_stands
@@ -59,6 +60,7 @@ class Plan:
     node: str | None = None  # where it is; else on a node of its own
     # stops one after the other, each waited for once the one before it is over: there, at that step or later
     script: tuple[Moment, ...] = ()
+    chunk: int | None = None  # positions whose logits exist together
 
 
 def tiny_job(**changes: Any) -> TrainJob:
@@ -204,6 +206,8 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     warnings.simplefilter("ignore")
     say_where_it_stands(root, name)
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
+    logit_loss._MIN_POSITIONS = plan.chunk or logit_loss._MIN_POSITIONS
+    logit_loss._MIN_LOGITS = logit_loss._MIN_LOGITS if plan.chunk is None else 1
     calls = LinkCalls(address, name)
     place = MemberAddress(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
     # what a member makes of a busy machine is no part of what these tests show

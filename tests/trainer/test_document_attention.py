@@ -218,7 +218,7 @@ def test_the_gradient_of_both_numerics_is_that_of_documents_alone() -> None:
     micros, place = cut(batch, 2, 0, 1, CPU), StepPlace(step=1, consumed_tokens=0)
     for kind in (InvariantGradient, FastGradient):
         for within, same in ((True, True), (False, False)):
-            gradient: Gradient = kind(model, CausalLM(0, "float32", within))
+            gradient: Gradient = kind(model, CausalLM(0, "float32", within, 0))
             gradient.reduce(micros, len(micros), 32, place)
             close = [
                 torch.allclose(p.grad, a, atol=1e-6) for p, a in zip(model.parameters(), alone, strict=True)

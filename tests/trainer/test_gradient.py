@@ -142,7 +142,7 @@ def test_a_clipped_gradient_keeps_its_direction_and_has_the_lower_of_its_norm_an
     state.model.eval()  # no dropout: the same gradient again
     step = StepRange(first_sample=0, num_samples=4, num_tokens=4 * 8, seq_len=8)
     micros = cut(FormulaFeed().get(step, 0, 1, 2, Cursor()), 2, 0, 1, torch.device("cpu"))
-    gradient: Gradient = numerics(state.model, CausalLM(job.train.seed, "float32", False))
+    gradient: Gradient = numerics(state.model, CausalLM(job.train.seed, "float32", False, 0))
 
     def whole() -> torch.Tensor:
         return torch.cat([p.grad.flatten().double() for p in state.model.parameters() if p.requires_grad])

@@ -13,7 +13,8 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.interfaces.job import TrainJob, next_range
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.objective.causal_lm import LossTerms, causal_lm_terms
+from orchestrator.trainer.objective.causal_lm import causal_lm_terms
+from orchestrator.trainer.objective.logit_loss import LossTerms
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, StepPlace, cut
 from orchestrator.trainer.objective.objective import objective_of
 from orchestrator.trainer.objective.plug_in import PlugIn

@@ -127,7 +127,7 @@ def test_within_documents_the_balancing_loss_is_of_all_real_tokens() -> None:
     parts = {name: float(mean.sum) / float(mean.count) for name, mean in terms.metrics.items()}
     assert parts["cross_entropy"] == pytest.approx(float(cross_entropy.detach()) / num, rel=1e-5)
     assert parts["router_loss"] == pytest.approx(float(balancing.detach()), rel=1e-4)
-    objective = CausalLM(0, "float32", by_document=True)
+    objective = CausalLM(0, "float32", by_document=True, num_positions=0)
     objective.prepare(model)
     assert objective.metric_names == (), "the configuration does not ask for the router's loss any more"
     model.config.output_router_logits = True

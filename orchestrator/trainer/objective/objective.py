@@ -17,7 +17,7 @@ def objective_of(train: TrainConfig, by_document: bool, seq_len: int) -> Objecti
     """
     seed, precision, arguments = train.seed, train.precision, train.objective_args
     if train.objective == BUILT_IN:
-        return CausalLM(seed, precision, by_document, arguments)
+        return CausalLM(seed, precision, by_document, train.micro_batch_size * seq_len, arguments)
     return PlugIn(train.objective, arguments, seed, precision, by_document, seq_len)
 
 
