@@ -325,6 +325,57 @@ def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> _Wrong
     return None
 
 
+def _one_interval(every_steps: int | None, every_tokens: int | None) -> _Wrong | None:
+    if every_steps is None or every_tokens is None:
+        return None
+    return _Wrong(
+        _CONFLICT, f"is {every_steps}, and eval.every_tokens is {every_tokens}, too; leave one of them out"
+    )
+
+
+def _something_held_out(
+    parts: dict[str, Any],
+    every_steps: int | None,
+    every_tokens: int | None,
+    at_end: bool,
+    holdout: float,
+    sources: list[Any],
+) -> _Wrong | None:
+    is_wanted = at_end or every_steps is not None or every_tokens is not None
+    reads_holdout = not parts or any(part.get("holdout") for part in parts.values())
+    shares = [holdout if source.get("holdout") is None else source["holdout"] for source in sources]
+    if not is_wanted or not reads_holdout or any(shares):
+        return None
+    return _Wrong(
+        "config.nothing_held_out",
+        "evaluates the hold-out, and data.holdout=0 for all sources: nothing is held out; set data.holdout "
+        "(only a new run can), or name other sources in eval.parts",
+    )
+
+
+def _eval_parts(parts: dict[str, Any], transforms: Any) -> _Wrong | None:
+    for name, part in parts.items():
+        holdout, sources = part.get("holdout"), part.get("sources")
+        if (holdout is None) == (sources is None):
+            return _Wrong(
+                _CONFLICT,
+                f"has a part {name} with {'both' if holdout else 'neither'} of holdout and sources; give it "
+                "one of them",
+            )
+        if sources is None:
+            continue
+        if kept := [str(source.get("name")) for source in sources if source.get("holdout")]:
+            return _Wrong(
+                _CONFLICT,
+                f"has a holdout for {', '.join(kept)} of part {name}, which is evaluated whole; leave it out",
+            )
+        checks = (_each_source_once, _weights, _loss_of_texts, _code_paths)
+        for wrong in (*(check(sources) for check in checks), _transform_fields(sources, transforms)):
+            if wrong is not None:
+                return _Wrong(wrong.code, f"{wrong.text} (part {name})")
+    return None
+
+
 _STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
 _RULES = (
     _Between(fields=("data.sources",), check=_each_source_once),
@@ -339,6 +390,15 @@ _RULES = (
     _Between(fields=("model.config",), check=_model_type),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
     _Between(fields=("monitor.loggers",), check=_each_logger_once),
+    _Between(fields=("eval.every_steps", "eval.every_tokens"), check=_one_interval),
+    _Between(fields=("eval.parts", "data.transforms"), check=_eval_parts),
+    _Between(
+        fields=(
+            *("eval.parts", "eval.every_steps", "eval.every_tokens", "eval.at_end"),
+            *("data.holdout", "data.sources"),
+        ),
+        check=_something_held_out,
+    ),
     _Between(
         fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
         check=_attention,

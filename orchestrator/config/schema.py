@@ -15,6 +15,7 @@ from orchestrator.config.sections import (
     ModelConfig,
     PackConfig,
     Section,
+    SourceConfig,
     TrainConfig,
     free,
     may_change,
@@ -137,6 +138,46 @@ class ResumeConfig(Section):
     """Go on although files of the sources have changed."""
 
 
+HOLDOUT = "holdout"  # the part that is evaluated if none is named
+
+
+class EvalPartConfig(Section):
+    """One part of `eval.parts`; exactly one of `holdout`, `sources`."""
+
+    holdout: Literal[True] | None = None
+    """What `data.holdout` holds out."""
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] | None = None
+    """Sources, as in `data.sources`, each read once."""
+
+
+class EvalConfig(Section):
+    """When the loss of data that are not trained is measured, and on which (docs/howto/evaluation.md)."""
+
+    every_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Evaluate after every so many steps; null: not by steps."""
+    every_tokens: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Evaluate after the step that reaches a multiple of so many tokens; null: not by tokens."""
+    at_end: Annotated[bool, may_change("true or false")] = False
+    """Evaluate the last state, too."""
+    parts: Annotated[
+        dict[Annotated[str, Field(pattern=NAME)], EvalPartConfig],
+        may_change("a mapping of names to {holdout: true} or {sources: [...]}"),
+    ] = Field(default_factory=dict)
+    """What is evaluated; empty: the part `holdout`, if `data.holdout` holds something out."""
+    max_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Evaluate only the first so many samples of each part; null: all."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a run evaluates anything."""
+        return self.every_steps is not None or self.every_tokens is not None or self.at_end
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return tuple(self.parts) or (HOLDOUT,)
+
+
 class MonitorConfig(Section):
     """What is shown while it runs."""
 
@@ -166,6 +207,7 @@ class JobConfig(Section):
     train: TrainConfig
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     def to_json(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import STOP
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -293,6 +294,12 @@ class Coordinator:
                 step=key.step,
                 weights_digest=weights_digest,
             )
+
+    async def evaluated(self, launch: str, record: EvalRecord, is_last: bool) -> None:
+        """Takes the evaluation of one part; `is_last`: of the last one. Ignores those of older attempts."""
+        self._check(launch)
+        if record.attempt == self._attempt.number:
+            self._driver.take_evaluation(record, is_last)
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ from orchestrator.history.metrics.metric_log import MetricLogs
 from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import GenerationView, RunOver
+from orchestrator.records.evals import EvalRecord
+from orchestrator.records.membership import GenerationView, Refusal, RunOver
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
@@ -119,6 +121,8 @@ class LaunchDriver(CommitListener):
         self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
         self._loaded, self._formed_at = "", 0.0  # the newest point that members have loaded
+        self._evaluated = attempt.evaluated  # the newest step all of whose parts are evaluated
+        self._evaluated_at = dict[int, int]()  # and what it was when the newest generation formed
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -147,6 +151,34 @@ class LaunchDriver(CommitListener):
             self.journal.step(record)
             self.machine.recorded(record, time.monotonic())
 
+    def take_evaluation(self, record: EvalRecord, is_last: bool) -> None:
+        """Takes the evaluation of one part; `is_last`: all parts of its step are evaluated."""
+        self.journal.event(
+            EventKind.EVALUATED,
+            generation=record.generation,
+            step=record.step,
+            part=record.part,
+            loss=record.loss,
+            perplexity=record.perplexity,
+            targets=record.targets,
+            samples=record.samples,
+            per_source=dict(record.per_source),
+            metrics=dict(record.metrics),
+            seconds=record.seconds,
+        )
+        if is_last:
+            self._evaluated = record.step
+
+    def _with_evaluated(
+        self, answer: GenerationView | Refusal | RunOver
+    ) -> GenerationView | Refusal | RunOver:
+        """Tells the members of a generation what was evaluated when its first member was answered."""
+        if not isinstance(answer, GenerationView):
+            return answer
+        if answer.generation not in self._evaluated_at:
+            self._evaluated_at = {answer.generation: self._evaluated}
+        return replace(answer, evaluated=self._evaluated_at[answer.generation])
+
     def _note_loaded(self, record: StepRecord) -> None:
         """Journals the loading of a point before the first step after it: all its digests were verified."""
         view = self.view
@@ -162,7 +194,7 @@ class LaunchDriver(CommitListener):
         for action in actions:
             match action:
                 case Answer():
-                    self.joins.answer(action.member, action.answer)
+                    self.joins.answer(action.member, self._with_evaluated(action.answer))
                 case Note():
                     self.journal.event(action.kind, **action.fields)
                 case Kill():

@@ -19,9 +19,12 @@ from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
+from orchestrator.storage.open import join
 
+EVAL_FOLDER = "eval"  # its folders have the frozen data of parts of `eval.parts`, as those of a run
 TOKENIZER_FOLDER = "tokenizer"
 _MANIFESTS = "manifest"
+EVAL_IDENTITY = f"{_MANIFESTS}/identity.json"  # of a part; that of a run is in run.json
 _RECORD = f"{_MANIFESTS}/data.json"
 VERSION = 1
 RULES = 2
@@ -201,9 +204,12 @@ def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
 def copy_frozen(source: Storage, target: Storage) -> None:
     """Copies one run's frozen data to another run, byte for byte and durably, the record last.
 
-    Files that an interrupted copy left without a record are replaced. Raises `DataIdentityError` if `source`
-    has no frozen data, or `target` has frozen other data.
+    So are those of the parts that it evaluates. Files that an interrupted copy left without a record are
+    replaced. Raises `DataIdentityError` if `source` has no frozen data, or `target` has frozen other data.
     """
+    for name in source.list(EVAL_FOLDER):
+        folder = f"{EVAL_FOLDER}/{name}"
+        copy_frozen(*(each.beside(join(each.root, folder)) for each in (source, target)))
     folders = (_MANIFESTS, TOKENIZER_FOLDER)
     # skips files that are being written, and NFS's copies of deleted files that are still open
     left_out = (".tmp-", ".nfs")

@@ -48,7 +48,8 @@ class DataSpec:
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are printed and journalled at the start. `unfrozen` are the data to be frozen, None
     if they are frozen. `unwritten` are the lists still to be written of a run with frozen data. `lacking`
-    lists, for data that are read again, the files that changed since their lists were frozen.
+    lists, for data that are read again, the files that changed since their lists were frozen. `evaluated` are
+    the parts of `eval.parts` with sources of their own, by name.
     """
 
     plans: tuple[SourcePlan, ...]
@@ -67,6 +68,7 @@ class DataSpec:
     unwritten: tuple[LaterList, ...] = ()
     refreshing: Refreshing | None = None
     lacking: dict[str, dict[str, str]] = field(default_factory=dict)
+    evaluated: dict[str, DataSpec] = field(default_factory=dict)
 
     def in_force(self, frozen: RunIdentity) -> RunIdentity:
         """The identity of a run whose first start froze `frozen`, updated for its later lists.

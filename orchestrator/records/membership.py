@@ -142,7 +142,8 @@ class GenerationView:
     `sources[s]` are all members that can give shard s of the parent, ordered by `Source`, of len(sources)
     shards; empty if `source_rank` is None. `keep` is a memory point that is complete among the members: its
     copies must not be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number for
-    the node of each rank, `own_host` the host under which the others reach this member.
+    the node of each rank, `own_host` the host under which the others reach this member. `evaluated` is the
+    newest step whose evaluation was recorded when the generation formed, −1 if there is none.
     """
 
     attempt: int
@@ -164,6 +165,7 @@ class GenerationView:
     keep: StateKey | None = None
     nodes: tuple[int, ...] = ()
     own_host: str = ""
+    evaluated: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

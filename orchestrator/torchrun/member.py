@@ -108,7 +108,9 @@ class Member:
         An error of this rank is reported to the coordinator, and raised. Raises `ElasticError` if the group
         has ended for another reason.
         """
+        from orchestrator.data.eval_parts import eval_specs
         from orchestrator.data.feed.local_feed import InProcessFeed
+        from orchestrator.launch.member.eval_feeds import open_parts
 
         with paused_gc():
             from orchestrator.launch.member.remote_membership import (
@@ -128,8 +130,10 @@ class Member:
             member=self._name,
         )
         feed = InProcessFeed(spec, self._job.data.replay_bytes)
+        parts = open_parts(eval_specs(self._job, spec))
         try:
-            outcome = train(self._task(), membership, feed, files, faults=hook(self._fault_plan))
+            faults = hook(self._fault_plan)
+            outcome = train(self._task(), membership, feed, files, faults, parts)
         except Exception as error:
             with suppress(OrchestratorError):
                 membership.failed(error)
@@ -192,6 +196,7 @@ class Member:
         return TrainJob(
             model=job.model,
             train=job.train,
+            eval=job.eval,
             resume=without_memory_points(job).resume,  # all ranks are restarted when one is lost
             seq_len=job.pack.seq_len,
             document_attention=job.pack.attends_by_document,

@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,14 +25,17 @@ from orchestrator.planning.state.memory import memory_every_steps
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
+from orchestrator.trainer.evaluation import EvalPart, Evaluator, is_due
 from orchestrator.trainer.gradient.parallel import state_and_gradient
 from orchestrator.trainer.interfaces.job import (
     BETWEEN,
     DONE,
+    EVAL,
     FEED_WAIT,
     FORMING,
     LEFT,
     LOAD,
+    PHASE_LIMITS_S,
     STEP,
     STOPPED,
     Outcome,
@@ -72,14 +78,22 @@ _log = logging.getLogger(__name__)
 
 
 def train(
-    job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook = no_fault
+    job: TrainJob,
+    membership: Membership,
+    feed: Feed,
+    files: StateFiles,
+    faults: Hook = no_fault,
+    parts: Sequence[EvalPart] = (),
 ) -> Outcome:
     """Trains until the budget or data end, a stop is requested, or the run is over for this member.
+
+    `parts` are those that `job.eval` evaluates.
 
     `faults(place, step, rank)` is called at these places:
     - `connecting`, `resharding`, `state_half_sent`, `state_half_received` and `joined`, with the label of the
       last finished step;
     - `step_begin`, `gradient_done`, `summary_received` and `applied`, with the label of the current step;
+    - `evaluating`, with the label of the evaluated step, before each batch of an evaluation;
     - `staging_begun`, `staged` and `save_part_written`, in the threads of a save, with the step that is
       saved;
     - the places of `MemoryPoints`.
@@ -87,11 +101,15 @@ def train(
     Raises `TrainingError` if a step is wrong; no rank has applied that step. Errors of feed, membership and
     storage propagate.
     """
-    return _Trainer(job, membership, feed, files, faults).run()
+    return _Trainer(job, membership, feed, files, faults, parts).run()
 
 
 class _StepRefused(Exception):  # noqa: N818  ends the run from within a step; never leaves the loop
     """The step must not be applied. All ranks learn this from the step's summary."""
+
+
+class _StopRequested(Exception):  # noqa: N818  ends an evaluation; never leaves the loop
+    """The coordinator asks for a stop."""
 
 
 class _Trainer:
@@ -101,9 +119,15 @@ class _Trainer:
     """
 
     def __init__(
-        self, job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook
+        self,
+        job: TrainJob,
+        membership: Membership,
+        feed: Feed,
+        files: StateFiles,
+        faults: Hook,
+        parts: Sequence[EvalPart],
     ) -> None:
-        self._job, self._membership, self._feed = job, membership, feed
+        self._job, self._membership, self._feed, self._parts = job, membership, feed, parts
         self._files, self._faults = files, faults
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
@@ -120,6 +144,7 @@ class _Trainer:
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
+        self._evaluated = -1  # the newest step that this generation, or one before it, has evaluated
         self._num_busy = 0  # ranks that were saving at the last step
         self._waited_s = 0.0  # for the batch of the current step
         self._step_began = time.monotonic()
@@ -187,7 +212,7 @@ class _Trainer:
         ):
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
-            self._end_of_data = False
+            self._end_of_data, self._evaluated = False, view.evaluated
             self._membership.phase(LOAD)
             sources = StateSources(
                 files=self._files, copies=self._memory, loading=self._membership.loading
@@ -216,6 +241,8 @@ class _Trainer:
                 raise GenerationEnded("the membership ended it")
             self._memory.check()
             self._saver.poll(self._state)
+            if self._is_eval_due() and not self._evaluate(group):
+                return self._finish(group, STOPPED)
             step = None if self._end_of_data else next_range(self._job, self._state.cursor)
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
@@ -358,7 +385,7 @@ class _Trainer:
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
         """Returns the control flags and the acknowledged step for the summary. Only rank 0's are used."""
         wanted = self._membership.control_requests(view)
-        due = self._triggers.due(label, time.monotonic())
+        due = self._triggers.due(label, time.monotonic()) or self._evaluates_after(label)
         control = asked_for(wanted, due=due, is_free=self._saver.is_free, num_busy=self._num_busy)
         return control, wanted.acknowledged_step
 
@@ -370,6 +397,78 @@ class _Trainer:
         digest = group_digest(group, self._state)
         if digest is not None and group.view.rank == 0:
             self._membership.digest(group.view, key, digest)
+
+    # -------------------------------------------------------------------------------- evaluations
+    def _is_eval_due(self) -> bool:
+        """Whether the current state is to be evaluated, and is not yet. The same on all ranks."""
+        return self._evaluated != self._label - 1 and self._evaluates_after(self._label - 1)
+
+    def _evaluates_after(self, step: int) -> bool:
+        """Whether the state after `step`, the last one or the one that is trained, is evaluated."""
+        job, cursor = self._job, self._state.cursor
+        tokens = job.train.global_batch_size * job.seq_len
+        consumed = cursor.consumed_tokens + (tokens if step == self._label else 0)
+        return bool(self._parts) and is_due(job.eval, step, consumed, tokens)
+
+    def _evaluate(self, group: Group) -> bool:
+        """Evaluates the current state on all parts. Returns False if a stop ended that.
+
+        Raises `GenerationEnded` if a member is lost or a re-form is requested; the next generation repeats
+        it.
+        """
+        view, key, job = group.view, self._state.key, self._job
+        assert key is not None, "a member that trains holds a state"
+        group.allow(PHASE_LIMITS_S[EVAL])
+        evaluator = Evaluator(
+            train=job.train,
+            seq_len=job.seq_len,
+            gradient=self._gradient,
+            device=self._device,
+            rank=view.rank,
+            world_size=view.world_size,
+        )
+        tokens, exchange = self._state.cursor.consumed_tokens, partial(self._exchange, group, key)
+        try:
+            for part in self._parts:
+                self._membership.phase(EVAL)
+                record = evaluator.evaluate(part, key, tokens, job.eval.max_samples, exchange)
+                if view.rank == 0:
+                    self._membership.evaluated(view, record, is_last=part is self._parts[-1])
+        except _StopRequested:
+            return False
+        self._evaluated = key.step
+        self._step_began = time.monotonic()
+        self._membership.phase(STEP)
+        self._allow(group)
+        return True
+
+    def _exchange(
+        self, group: Group, key: StateKey, names: Sequence[str], contribution: RankContribution
+    ) -> StepSummary:
+        """Sums a batch of an evaluation over all ranks, and carries out what the coordinator requests."""
+        view = group.view
+        self._faults("evaluating", key.step, view.rank)
+        if self._membership.control_requests(view).ended:
+            raise GenerationEnded("the membership ended it")
+        wanted = self._membership.control_requests(view)
+        control = asked_for(wanted, due=False, is_free=self._saver.is_free, num_busy=self._num_busy)
+        contribution = replace(contribution, busy=not self._saver.is_free, control=control)
+        vector = group.sum(
+            contribution.pack(view.rank, view.world_size), f"an evaluation of step {key.step}"
+        )
+        summary = StepSummary.unpack(vector, names)
+        self._membership.phase(EVAL)
+        self._saver.poll(self._state)
+        self._num_busy = summary.num_busy
+        control = carried_out(summary.control, summary.num_busy)
+        is_loaded = view.source_rank is None and key.step == view.step
+        if control & SAVE and key != self._saver.begun and not is_loaded:
+            self._save(view)
+        if control & STOP:
+            raise _StopRequested
+        if control & REFORM:
+            raise GenerationEnded("a re-form during an evaluation was requested")
+        return summary
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
@@ -383,6 +482,8 @@ class _Trainer:
     def _finish(self, group: Group, reason: str) -> Outcome:
         """Saves the last state and leaves; see `_save_last`."""
         key = self._save_last(group)
+        if reason == DONE and self._job.eval.at_end and self._parts and self._evaluated != key.step:
+            self._evaluate(group)  # a stop ends it, and the run is done all the same
         self._membership.finished(key, reason)
         return Outcome(reason=reason, key=key, cursor=self._state.cursor)
 

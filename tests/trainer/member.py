@@ -29,6 +29,7 @@ from orchestrator.planning.schedule import budgets_for
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.comm.group import GenerationEnded
+from orchestrator.trainer.evaluation import EvalPart
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.loop import train
@@ -67,7 +68,11 @@ def tiny_job(**changes: Any) -> TrainJob:
     """A Llama of about 4,000 parameters; `train__lr=…` sets `train.lr`."""
     mapping: dict[str, Any] = {
         "run": {"name": "tiny"},
-        "data": {"sources": [{"name": "formula", "path": "none", "format": "lines"}], "tokenizer": "none"},
+        "data": {
+            "sources": [{"name": "formula", "path": "none", "format": "lines"}],
+            "tokenizer": "none",
+            "holdout": 0.5,
+        },
         "pack": {"seq_len": 8},
         "model": {
             "config": {
@@ -91,6 +96,7 @@ def tiny_job(**changes: Any) -> TrainJob:
             "warmup_steps": 2,
         },
         "resume": {"every_steps": None},
+        "eval": {},
     }
     for dotted, value in changes.items():
         section, _, name = dotted.partition("__")
@@ -102,6 +108,7 @@ def tiny_job(**changes: Any) -> TrainJob:
         model=config.model,
         train=config.train,
         resume=config.resume,
+        eval=config.eval,
         seq_len=config.pack.seq_len,
         budgets=budgets_for(config, None),
         config_digest="tiny",
@@ -201,6 +208,17 @@ def kill_at_call(function: str, number: int) -> None:
     setattr(sys.modules[module], name, counted)
 
 
+def eval_parts(job: TrainJob) -> list[EvalPart]:
+    """Two parts of 22 samples and a half, and of 3 samples."""
+    if not job.eval.is_wanted:
+        return []
+    lengths = {"held": 22 * job.seq_len + job.seq_len // 2, "few": 3 * job.seq_len}
+    return [
+        EvalPart(name=name, feed=FormulaFeed(total_tokens=length), sources={0: "formula"})
+        for name, length in lengths.items()
+    ]
+
+
 def member_main(address: Any, name: str, root: str, job: TrainJob, feed: FormulaFeed, plan: Plan) -> None:
     """A member's whole life; what it came to is told to the launch."""
     warnings.simplefilter("ignore")
@@ -252,7 +270,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
             raise GenerationEnded("the summary was lost")
 
     try:
-        outcome = train(job, membership, feed, files, fault)
+        outcome = train(job, membership, feed, files, fault, eval_parts(job))
         calls.send("outcome", outcome)
     except Exception as error:  # noqa: BLE001  the test reads it
         calls.send("error", f"{type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import ResumeConfig
+from orchestrator.config.schema import EvalConfig, ResumeConfig
 from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor
@@ -34,6 +34,7 @@ def job(batch: int, seq_len: int, stop_tokens: int | None = None, until: int | N
         model=ModelConfig(config={}),
         train=TrainConfig(global_batch_size=batch, micro_batch_size=1, lr=0.1),
         resume=ResumeConfig(),
+        eval=EvalConfig(),
         seq_len=seq_len,
         budgets=Budgets(max_tokens=stop),
         config_digest="",

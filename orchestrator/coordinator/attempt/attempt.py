@@ -73,6 +73,7 @@ class Attempt:
     `num_blocks`: the number of blocks of each source; `weights`: its weight in the mixture.
     `forked_from`: the point of another run that it takes over.
     `losses`: the mean losses of points.
+    `evaluated`: `step_label`, if all parts were evaluated at the point, else −1.
     `history`: the number of histories of the run that points held; the one that it continues is held up to
     `history_saved_to` tokens (see `history.metrics.loggers`).
     `skip`: what the claim leaves out after the point; the point's cursor is already after it.
@@ -98,6 +99,7 @@ class Attempt:
     weights: dict[str, int] = field(default_factory=dict)
     forked_from: ForkedFrom | None = None
     losses: Mapping[str, float | None] = field(default_factory=dict)
+    evaluated: int = -1
     history: int = 1
     history_saved_to: int = 0
     skip: Skip | None = None

@@ -42,6 +42,7 @@ from orchestrator.coordinator.attempt.source_resolution import (
 from orchestrator.coordinator.attempt.survey import (
     Survey,
     decided,
+    is_evaluated,
     mean_losses,
     older_journals,
     require_frozen,
@@ -134,6 +135,7 @@ def begin_launch(
         num_blocks={each.source: each.num_blocks for each in data.plans},
         weights=data.weights,
         losses=mean_losses(seen),
+        evaluated=plan.step_after if point and is_evaluated(seen, point.key, config.eval) else -1,
         history=saved.number,
         history_saved_to=saved.saved_to,
         found=replace(

@@ -31,10 +31,12 @@ from orchestrator.history.journal.line_format import DAMAGED, EventKind
 from orchestrator.history.metrics.loggers import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.source_lists import SourceLists
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
 if TYPE_CHECKING:
+    from orchestrator.config.schema import EvalConfig
     from orchestrator.data.spec import DataSpec
 
 LOOKS = 5  # attempts to read a run that continues meanwhile, until the parts fit together
@@ -396,3 +398,15 @@ def saved_history(seen: Survey) -> SavedHistory:
         if (key := parse_point_name(event.fields["point"])) is not None
     )
     return saved_before(seen.journal.generations, points)
+
+
+def is_evaluated(seen: Survey, key: StateKey, config: EvalConfig) -> bool:
+    """Whether the journal has an evaluation of the state `key` for each part of `config`."""
+    found = {
+        event.fields["part"]
+        for event in seen.journal.events
+        if event.kind == EventKind.EVALUATED
+        and (event.attempt, event.fields["generation"], event.fields["step"])
+        == (key.attempt, key.generation, key.step)
+    }
+    return found >= set(config.part_names)

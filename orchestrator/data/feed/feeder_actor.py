@@ -63,8 +63,8 @@ class FeederActor(Feeder):
         end_without_raylet(lambda: False)
 
 
-def pinned(spec: DataSpec) -> bytes:
-    """Puts `spec` into Ray's object store and returns a small value that leads to it.
+def pinned(spec: object) -> bytes:
+    """Puts `spec`, the data of a run, into Ray's object store and returns a small value that leads to it.
 
     The object stays as long as this process is connected. A reference that is pickled by itself pins its
     object. Passed as an actor argument it would not, and a restarted actor needs its arguments again. The

@@ -197,6 +197,12 @@ class EventKind(StrEnum):
     # ---- weights
     STATE_DIGEST = "state digest", "generation", "step", "weights_digest"
 
+    # ---- evaluations
+    EVALUATED = (
+        *("evaluated", "generation", "step", "part", "loss", "perplexity", "targets", "samples"),
+        *("per_source", "metrics", "seconds"),
+    )
+
     # ---- the data
     CURSOR = "cursor", "cursor"
     SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"

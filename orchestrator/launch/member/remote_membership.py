@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,6 +42,7 @@ from orchestrator.launch.member.coordinator_calls import (
     unreached,
     unreached_ranks,
 )
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -170,6 +172,7 @@ class RemoteMembership:
         self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._digests: queue.SimpleQueue[tuple[StateKey, str]] = queue.SimpleQueue()
+        self._evals: deque[tuple[EvalRecord, bool]] = deque()  # until the coordinator has them
         self._sending = threading.Lock()
         self._phase = (STEP, time.monotonic())
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
@@ -250,6 +253,11 @@ class RemoteMembership:
         """Passes the digest to the reporting thread, which sends it after the step's record. Never blocks."""
         del view
         self._digests.put((key, weights_digest))
+
+    def evaluated(self, view: GenerationView, record: EvalRecord, is_last: bool) -> None:
+        """Passes the record to the reporting thread, which sends it after those of the steps."""
+        del view
+        self._evals.append((record, is_last))
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from its own thread. The future has the result: whether the point was committed.
@@ -508,3 +516,6 @@ class RemoteMembership:
             with suppress(queue.Empty):
                 while True:
                     self._ask("digest", self._launch, *self._digests.get_nowait())
+            while self._evals:
+                self._ask("evaluated", self._launch, *self._evals[0])
+                self._evals.popleft()

@@ -22,7 +22,8 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorActor
-from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
+from orchestrator.data.eval_parts import eval_specs
+from orchestrator.data.feed.feeder_actor import feeder_name, pinned, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import notes_of
@@ -88,7 +89,8 @@ def supervise(
         raise
     progress.named("coordinator", partial(told_of, coordinator))
     progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
-    task = _task(context, attempt, coordinator, feeder, disks)
+    eval_data = pinned(parts) if (parts := eval_specs(job, spec)) else None
+    task = replace(_task(context, attempt, coordinator, feeder, disks), eval_data=eval_data)
     launch = _launch(context, task, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)

@@ -39,6 +39,7 @@ from orchestrator.storage.open import PROBE, open_storage
 if TYPE_CHECKING:
     from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
     from orchestrator.checkpoint.points.rank_files import CommittedFiles
+    from orchestrator.trainer.evaluation import EvalPart
     from orchestrator.trainer.interfaces.job import TrainJob
 
 # With another version of one of these, a worker may train something else, or not understand the others.
@@ -135,6 +136,7 @@ class WorkerTask:
     nodes: Any = None  # a `ReachedNodes`: whose disks may have parts of points
     run_id: str = ""  # run.json's
     packages: Mapping[str, str] = field(default_factory=dict)  # versions on the driver
+    eval_data: bytes | None = None  # `pinned`: the data of each part that is evaluated
 
 
 class RayCalls(Calls):
@@ -176,6 +178,15 @@ def announce_workers(nodes: ReachedNodes, say: Callable[[str], None]) -> None:
         say(f"no copies of other nodes' resume points come to this node ({error}); training continues")
 
 
+def _parts(task: WorkerTask) -> list[EvalPart]:
+    """What this worker evaluates. It reads and tokenizes all of it, and evaluates its share."""
+    if task.eval_data is None:
+        return []
+    from orchestrator.launch.member.eval_feeds import open_parts
+
+    return open_parts(ray.get(ray.cloudpickle.loads(task.eval_data)))
+
+
 def _job(task: WorkerTask) -> TrainJob:
     """The part of the task that the loop needs."""
     from orchestrator.trainer.interfaces.job import TrainJob
@@ -184,6 +195,7 @@ def _job(task: WorkerTask) -> TrainJob:
         model=task.config.model,
         train=task.config.train,
         resume=task.config.resume,
+        eval=task.config.eval,
         seq_len=task.config.pack.seq_len,
         document_attention=task.config.pack.attends_by_document,
         budgets=task.budgets,
@@ -243,6 +255,7 @@ def train_function(config: dict[str, Any]) -> None:
             RayFeed(task.feeder, task.launch),
             files,
             faults=hook(task.fault_plan),
+            parts=_parts(task),
         )
     except BaseException as error:
         replaced = True

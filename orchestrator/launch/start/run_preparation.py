@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -136,13 +137,14 @@ def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
     """
     from orchestrator.data.code_process import call, names_code
     from orchestrator.data.dataset import prepare_data
+    from orchestrator.data.eval_parts import with_parts
 
     here = _here_before(job, storage)
     if here is None:
         spec = call(names_code(job), prepare_data, job, storage if freeze else None)
     else:
         spec = call(names_code(job), prepare_data, job, here.storage, here.reading)
-    return require_vocabulary(job, spec)
+    return require_vocabulary(job, with_parts(job, storage, spec))
 
 
 def _here_before(job: JobConfig, storage: Storage) -> SourceResolution | None:
@@ -195,10 +197,13 @@ def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attem
     `data.dataset.freeze_data`).
     """
     from orchestrator.data.dataset import freeze_data
+    from orchestrator.data.eval_parts import with_frozen_parts
     from orchestrator.data.frozen import TOKENIZER_FOLDER
 
+    looked_at = with_frozen_parts(job, storage, looked_at)
     if looked_at.tokenizer_folder is None:
-        return freeze_data(job, storage, looked_at).made_by(attempt.encoders)
+        frozen = freeze_data(job, storage, looked_at).made_by(attempt.encoders)
+        return replace(frozen, evaluated=looked_at.evaluated)
     reading = reading_of(attempt)
     if not _is_as_frozen(looked_at, join(storage.root, TOKENIZER_FOLDER), reading):
         looked_at = read_frozen_data(job, storage, reading)
@@ -226,8 +231,10 @@ def read_frozen_data(job: JobConfig, storage: Storage, reading: SourceReading) -
     """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
     from orchestrator.data.code_process import call, names_code
     from orchestrator.data.dataset import prepare_data
+    from orchestrator.data.eval_parts import with_parts
 
-    return require_vocabulary(job, call(names_code(job), prepare_data, job, storage, reading))
+    spec = call(names_code(job), prepare_data, job, storage, reading)
+    return require_vocabulary(job, with_parts(job, storage, spec))
 
 
 def config_digest(job: JobConfig) -> str:

@@ -44,11 +44,32 @@ class Gradient(Protocol):
         rank's sums. Raises `GenerationEnded` if a collective fails. Errors of the model propagate.
         """
 
+    def evaluate(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
+    ) -> list[Terms]:
+        """Returns the terms of each of this rank's micro-batches, without gradients, the model in evaluation
+        mode.
+
+        `micros`, `num_micro` and the errors are as in `reduce`.
+        """
+
     def clip(self, max_norm: float | None) -> float:
         """Scales the gradient down to `max_norm` (None: no scaling) and returns its 2-norm before scaling.
 
         The norm is of the whole gradient and the same on every rank.
         """
+
+
+def evaluated(
+    model: nn.Module, objective: Objective, micros: Sequence[NumberedMicroBatch], place: StepPlace
+) -> list[Terms]:
+    """Returns the terms of micro-batches, without gradients, the model in evaluation mode."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            return [objective.terms(model, micro, place) for micro in micros]
+    finally:
+        model.train()
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
@@ -183,6 +204,13 @@ class InvariantGradient(Gradient):
         for parameter, part in zip(self._parameters, torch.split(flat, self._sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         return sums.total()
+
+    @override
+    def evaluate(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
+    ) -> list[Terms]:
+        del num_micro
+        return evaluated(self._model, self.objective, micros, place)
 
     @override
     def clip(self, max_norm: float | None) -> float:

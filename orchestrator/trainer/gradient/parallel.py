@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from orchestrator.errors import TrainingError
@@ -26,6 +27,7 @@ from orchestrator.trainer.gradient.invariant import (
     Gradient,
     InvariantGradient,
     divided,
+    evaluated,
     forget,
     scale,
     square_sum,
@@ -134,6 +136,13 @@ class FastGradient(Gradient):
             empty = self.objective.empty(self._parameters[0].device)
             self._backward(empty, place, 0, last=True)
         return sums.total()
+
+    @override
+    def evaluate(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
+    ) -> list[Terms]:
+        del num_micro
+        return evaluated(self._model, self.objective, micros, place)
 
     @override
     def clip(self, max_norm: float | None) -> float:
@@ -271,6 +280,21 @@ class ShardedGradient(Gradient):
             self._backward(empty, place, 0)
         state.take_gradients()
         return sums.total()
+
+    @override
+    def evaluate(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
+    ) -> list[Terms]:
+        """Empty micro-batches take part in gathering the weights."""
+        state = self._state
+        empty = self.objective.empty(state.items()[0].tensor.device)
+        num_empty = batches.micro_batches_per_rank(num_micro, self._world_size) - len(micros)
+        with self._collectives():
+            found = evaluated(state.model, self.objective, [*micros, *[empty] * num_empty], place)
+        for module in state.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the outermost one keeps the weights that it gathered
+        return found[: len(micros)]
 
     @override
     def clip(self, max_norm: float | None) -> float:

@@ -15,7 +15,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey, StepRange
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ResumeConfig
+    from orchestrator.config.schema import EvalConfig, ResumeConfig
     from orchestrator.config.sections import ModelConfig, TrainConfig
 
 DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
@@ -39,6 +39,7 @@ class TrainJob:
     model: ModelConfig
     train: TrainConfig
     resume: ResumeConfig
+    eval: EvalConfig
     seq_len: int
     budgets: Budgets
     config_digest: str
@@ -116,12 +117,14 @@ def coming_ranges(job: TrainJob, cursor: Cursor) -> list[StepRange]:
 
 # ----------------------------------------------------------------------------------------------------- phases
 STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT = "step", "forming", "load", "feed wait", "save wait"
+EVAL = "evaluating"  # a batch of an evaluation
 BETWEEN = "between steps"  # a step has just finished
 # The member knows that its generation is over and is still in a step (it computes, compiles or waits for
 # NCCL). It reports how long that may take.
 ENDING = "ending a step"
 # a group forms in four stages (store, rendezvous, process group, comparison) of at most 10 s each
 PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
+PHASE_LIMITS_S[EVAL] = 900.0  # of one batch, whose documents may have to be read and tokenized first
 
 # the limit of a step in which blocks may be compiled: the first, and any with a new shape
 COMPILE_LIMIT_S = 1800.0

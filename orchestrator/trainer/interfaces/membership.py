@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
@@ -96,6 +97,13 @@ class Membership(Protocol):
         """Reports the digest of the weights of `key`, this generation's newest state. Never blocks.
 
         The report may be lost. Called by rank 0 only.
+        """
+
+    def evaluated(self, view: GenerationView, record: EvalRecord, is_last: bool) -> None:
+        """Reports the evaluation of one part; `is_last`: all parts are evaluated. Never blocks. Called by
+        rank 0 only.
+
+        If the report is lost with this member, a later generation evaluates again.
         """
 
     def vote(self, vote: Vote) -> Future[bool]:

@@ -38,6 +38,13 @@ class MetricSum:
     count: int
     not_finite: int
 
+    def __add__(self, other: MetricSum) -> MetricSum:
+        return MetricSum(
+            sum=self.sum + other.sum,
+            count=self.count + other.count,
+            not_finite=self.not_finite + other.not_finite,
+        )
+
     @property
     def mean(self) -> float | None:
         """The sum divided by the count. None if the count is 0, or a value was not finite."""
@@ -168,8 +175,7 @@ class StepSummary:
 
     `loss` is the sum over the samples (nats, if it is a cross-entropy). Times are means over the ranks
     (seconds). `num_busy` ranks hold an undecided save. `num_whole` ranks have their copies of the memory
-    point in progress. `peak_memory_bytes` is the maximum. `metrics` are those of the objective, None if one
-    has no value.
+    point in progress. `peak_memory_bytes` is the maximum. `metric_sums` are those of the objective.
     """
 
     ranks: int
@@ -187,7 +193,7 @@ class StepSummary:
     grad_norm: float
     step_s: float
     peak_memory_bytes: int
-    metrics: Mapping[str, float | None]
+    metric_sums: Mapping[str, MetricSum]
 
     @classmethod
     def unpack(cls, vector: Tensor, metric_names: Sequence[str]) -> StepSummary:
@@ -210,11 +216,16 @@ class StepSummary:
             grad_norm=_number(values[_GRAD_NORM]),
             step_s=_number(values[_STEP_S]),
             peak_memory_bytes=max(values[NUM_SLOTS + _METRIC_SLOTS * len(metric_names) :]),
-            metrics={
-                name: MetricSum(sum=values[at], count=values[at + 1], not_finite=values[at + 2]).mean
+            metric_sums={
+                name: MetricSum(sum=values[at], count=values[at + 1], not_finite=values[at + 2])
                 for at, name in zip(count(NUM_SLOTS, _METRIC_SLOTS), metric_names, strict=False)
             },
         )
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The means by name, None if one has no value."""
+        return {name: found.mean for name, found in self.metric_sums.items()}
 
     def problem(self, world_size: int, batch: BatchSlice) -> str | None:
         """Returns why this step must not be applied, with both values; None if it may be applied.

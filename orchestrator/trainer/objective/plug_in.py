@@ -205,7 +205,7 @@ class PlugIn(Objective):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise self._wrong(f"returned a loss_sum of {kind}; return a tensor with one number", _TERMS)
-        if not loss.requires_grad:
+        if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._wrong(
                 "returned a loss_sum that depends on no trained parameter; compute it from the output of the "
                 "model",
