@@ -90,10 +90,14 @@ class DataError(OrchestratorError):
 
 class BadDocumentError(DataError):
     """One document is bad (invalid JSON, missing or null field, invalid UTF-8) and `data.on_bad_document` is
-    `stop`.
+    `stop`. `reason_code` is the code of the reason, None where a library made the error again from its text.
     """
 
     code = "data.bad_document"
+
+    def __init__(self, text: str, *, code: str | None = None, reason_code: str | None = None) -> None:
+        super().__init__(text, code=code)
+        self.reason_code = reason_code
 
 
 class BadDocument(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 import orchestrator
 
 PACKAGE = Path(orchestrator.__file__).parent
-BASE = "OrchestratorError"
+BASE, REASON = "OrchestratorError", "BadContentError"  # of the errors; of the reasons for bad documents
 PASSED_ON = "(that of its cause)"
 SENTENCES = "history/sentences.py"  # every text in it is for people
 PRINTS = {"say", "_say", "tell", "warn", "_warn", "warning", "info", "print"}
@@ -49,15 +49,17 @@ def of_interest(tree: ast.Module) -> list[ast.AST]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.ImportFrom | ast.Call)]
 
 
-def error_classes(nodes: dict[Path, list[ast.AST]], trees: dict[Path, ast.Module]) -> dict[str, str | None]:
-    """The code of each class of ours, its own or inherited. None: its errors get their codes one by one."""
+def error_classes(
+    nodes: dict[Path, list[ast.AST]], trees: dict[Path, ast.Module], root: str
+) -> dict[str, str | None]:
+    """The code of each class below `root`, its own or inherited. None: its errors have one each."""
     bases: dict[str, list[str]] = {}
     own: dict[str, ast.expr] = {}
     for of_file in nodes.values():
         for node in of_file:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [_name(base) for base in node.bases]
-                for line in node.body if node.name != BASE else ():
+                for line in node.body if node.name != root else ():
                     if isinstance(line, ast.Assign) and _name(line.targets[0]) == "code":
                         own[node.name] = line.value
     values = constants(trees.values())
@@ -68,7 +70,7 @@ def error_classes(nodes: dict[Path, list[ast.AST]], trees: dict[Path, ast.Module
         return next((found for base in bases.get(name, ()) if (found := code(base))), None)
 
     def ours(name: str) -> bool:
-        return name == BASE or any(map(ours, bases.get(name, ())))
+        return name == root or any(map(ours, bases.get(name, ())))
 
     return {name: code(name) for name in bases if ours(name)}
 
@@ -122,15 +124,15 @@ def _text(node: ast.expr) -> str:
 
 
 @cache
-def messages() -> tuple[Message, ...]:
-    """Every construction of an error of ours."""
-    return tuple(_messages())
+def messages(root: str = BASE) -> tuple[Message, ...]:
+    """Every construction of an error of ours, or of another exception below `root`."""
+    return tuple(_messages(root))
 
 
-def _messages() -> Iterator[Message]:
+def _messages(root: str) -> Iterator[Message]:
     trees = sources()
     nodes = {path: of_interest(tree) for path, tree in trees.items()}
-    classes, everywhere = error_classes(nodes, trees), constants(trees.values())
+    classes, everywhere = error_classes(nodes, trees, root), constants(trees.values())
     for path, tree in trees.items():
         values = everywhere | imported(nodes[path], trees) | constants([tree])
         for node in nodes[path]:
@@ -144,7 +146,6 @@ def _messages() -> Iterator[Message]:
 
 def table() -> str:
     """The document: a row for each code, class and sentence."""
-    cell = lambda text: text.replace("|", "\\|")  # noqa: E731
     lines = [
         "# Errors",
         "",
@@ -154,13 +155,24 @@ def table() -> str:
         "",
         "Generated from the code: `python -m tests.messages > docs/errors.md`.",
         "",
-        "| code | class | sentence |",
-        "|---|---|---|",
+        *_rows(messages()),
+        "",
+        "## Reasons for bad documents",
+        "",
+        "Why a record is no document, or a chat cannot be rendered. `BadDocumentError` has the code at "
+        "`error.reason_code`; its text contains the sentence.",
+        "",
+        *_rows(messages(REASON)),
     ]
-    rows = sorted(set(messages()), key=lambda row: (row.code == PASSED_ON, row))
-    shown = dict.fromkeys((row.code, row.kind, row.text) for row in rows)
-    lines += [f"| `{code}` | {kind} | `` {cell(text)} `` |" for code, kind, text in shown]
     return "\n".join(lines) + "\n"
+
+
+def _rows(of: Iterable[Message]) -> list[str]:
+    cell = lambda text: text.replace("|", "\\|")  # noqa: E731
+    rows = sorted(set(of), key=lambda row: (row.code == PASSED_ON, row))
+    shown = dict.fromkeys((row.code, row.kind, row.text) for row in rows)
+    table = [f"| `{code}` | {kind} | `` {cell(text)} `` |" for code, kind, text in shown]
+    return ["| code | class | sentence |", "|---|---|---|", *table]
 
 
 def notices() -> list[str]:

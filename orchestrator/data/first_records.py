@@ -15,6 +15,7 @@ from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import naming_damage
 from orchestrator.data.sources.records.content import (
+    BadContentError,
     BadRecordError,
     Content,
     Conversation,
@@ -94,7 +95,7 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
     renderer = Renderer(chat, special_tokens(parse(spec.tokenizer.model_json)))
     loss = settings.loss.get(plan.source, "assistant")
     parse_special = settings.special_tokens_in_text == "parse"
-    bad: tuple[str, Exception] | None = None
+    bad: tuple[str, BadContentError] | None = None
     num_bad, roles, num_learnt = 0, Counter[str](), 0
     for where, found in _first_chats(plan, settings):
         try:
@@ -113,7 +114,7 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
         raise ConfigError(
             f"data.sources {plan.source}: {first}: {reason}; none of the first {num_bad} chats can be "
             "rendered. Repair the records or the template, or set messages_field",
-            code=getattr(reason, "code", None) or UNUSABLE,
+            code=reason.error_code or UNUSABLE,
         ) from reason
     if roles and not num_learnt:
         raise ConfigError(
@@ -214,8 +215,8 @@ def _check(plan: SourcePlan) -> None:
                     text = f"data.sources {plan.source}: {path}: {where}: {error}"
                     bad = bad or text
                     if isinstance(error, WrongFieldError):
-                        advice = "" if error.code else f". Set {manifest.content.settings}"
-                        found = f"{text}{advice}", error.code or error.field_code
+                        advice = "" if error.error_code else f". Set {manifest.content.settings}"
+                        found = f"{text}{advice}", error.error_code or error.field_code
                         wrong, code = (wrong, code) if wrong else found
                 else:
                     return

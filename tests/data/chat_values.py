@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.data.sources.records.content import Content, Conversation
 from orchestrator.data.sources.records.documents import document_of
 
-CODE = "data.chat_value_type"
+CODE = "data.chat_value_type"  # of the error that is raised for a chat with a value of a wrong type
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
 MESSAGES = [
     {"role": "user", "content": "How is it in Oslo?"},

@@ -25,36 +25,45 @@ from tests.raising import raises
 Make = Callable[..., dict[str, Any]]
 GOOD = b'{"text": "a good document"}\n'
 BAD_LINES = {
-    "cut": (b'{"text": "a', "not JSON: unexpected end of data"),
-    "no json": (b"text", "not JSON"),
-    "two values": (b'{"text": "a"} {"text": "b"}', "not JSON"),
-    "nan": (b'{"text": "a", "x": NaN}', "not JSON"),
-    "control character": (b'{"text": "a\x01b"}', "not JSON"),
-    "latin-1": (b'{"text": "gr\xfc\xdfe"}', "not JSON"),
-    "lone surrogate": (rb'{"text": "\ud800"}', "not JSON"),
-    "utf-16": ('{"text": "a"}'.encode("utf-16-le"), "not JSON"),
-    "array": (b'["text"]', "a JSON array, an object is expected"),
-    "string": (b'"text"', "a JSON string, an object is expected"),
-    "null itself": (b"null", "a JSON null, an object is expected"),
-    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n; set text_field or"),
-    "null": (b'{"text": null}', "'text' is null"),
-    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected; the record has: text; set"),
-    "boolean": (b'{"text": true}', "'text' is a JSON boolean, a string is expected"),
-    "object": (b'{"text": {"text": "a"}}', "'text' is a JSON object, a string is expected"),
-    "second of two": (b'{"text": "a", "text": null}', "'text' is null"),
-    "a later byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
+    "cut": (b'{"text": "a', "record.not_json", ("unexpected end of data",)),
+    "no json": (b"text", "record.not_json", ()),
+    "two values": (b'{"text": "a"} {"text": "b"}', "record.not_json", ()),
+    "nan": (b'{"text": "a", "x": NaN}', "record.not_json", ("NaN",)),
+    "control character": (b'{"text": "a\x01b"}', "record.not_json", ()),
+    "latin-1": (b'{"text": "gr\xfc\xdfe"}', "record.not_json", ()),
+    "lone surrogate": (rb'{"text": "\ud800"}', "record.not_json", ()),
+    "utf-16": ('{"text": "a"}'.encode("utf-16-le"), "record.not_json", ("UTF-16",)),
+    "array": (b'["text"]', "record.json_array_file", (" array, ",)),
+    "string": (b'"text"', "record.not_object", (" string, ",)),
+    "null itself": (b"null", "record.not_object", (" null, ",)),
+    "no field": (
+        b'{"txt": "a", "n": 1}',
+        "record.missing_field",
+        ("`text`", ": txt, n; ", "; set text_field or "),
+    ),
+    "null": (b'{"text": null}', "record.null_field", ("'text'",)),
+    "number": (
+        b'{"text": 7}',
+        "record.field_type",
+        ("'text'", " number, ", ": text; ", "; set text_field or "),
+    ),
+    "boolean": (b'{"text": true}', "record.field_type", ("'text'", " boolean, ")),
+    "object": (b'{"text": {"text": "a"}}', "record.field_type", ("'text'", " object, ")),
+    "second of two": (b'{"text": "a", "text": null}', "record.null_field", ("'text'",)),
+    "a later byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "record.not_json", ()),
 }
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_a_bad_document_stops_with_its_place_and_reason(case: str, tmp_path: Path, tiny_config: Make) -> None:
-    line, reason = BAD_LINES[case]
+    line, code, values = BAD_LINES[case]
     (tmp_path / "a.jsonl").write_bytes(GOOD * 50 + b"\n" + line + b"\n" + GOOD * 50)
     config = job(tiny_config, tmp_path / "a.jsonl", encoder="tokenizers")
-    with pytest.raises(BadDocumentError) as caught:
-        samples(spec_of(config), 64)
     place = f"{tmp_path / 'a.jsonl'}: byte {50 * len(GOOD) + 1}, line 52: "
-    assert str(caught.value).startswith(place + reason)
+    with raises(BadDocumentError, "data.bad_document", *values) as caught:
+        samples(spec_of(config), 64)
+    assert caught.value.reason_code == code
+    assert str(caught.value).startswith(place)
     advice = str(caught.value)[len(place) :]
     assert "data.on_bad_document=skip in a new run (another run.name; a run keeps" in advice
     assert advice.endswith("at the same length, and continue with resume.accept_changed=true")
@@ -84,14 +93,15 @@ def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make)
     column = pa.array([b"good", None, b"gr\xfc"], pa.binary())
     pq.write_table(pa.table({"text": column}), tmp_path / "parquet" / "a.parquet", row_group_size=2)
     expected = {
-        "lines": "a: byte 15, line 4: not UTF-8: invalid start byte at byte 2 of the record",
-        "text": "a: byte 0, line 1: not UTF-8",
-        "parquet": "a.parquet: row 1: 'text' is null",
+        "lines": ("record.not_utf8", "a: byte 15, line 4: ", " byte 2 "),
+        "text": ("record.not_utf8", "a: byte 0, line 1: "),
+        "parquet": ("record.null_field", "a.parquet: row 1: ", "'text'"),
     }
-    for kind, text in expected.items():
+    for kind, (code, *values) in expected.items():
         config = job(tiny_config, tmp_path / kind, kind, shuffle="none", encoder="tokenizers")
-        with pytest.raises(BadDocumentError, match=text):
+        with raises(BadDocumentError, "data.bad_document", *values) as caught:
             samples(spec_of(config), 64)
+        assert caught.value.reason_code == code
     skipping = job(tiny_config, tmp_path / "parquet", "parquet", on_bad_document="skip", max_bad_share=1.0)
     reasons = [r for chunk in spec_of(skipping).chunks(Cursor()) for r in chunk.bad_reasons]
     assert sorted(r.partition("a.parquet: ")[2] for r in reasons) == [
@@ -141,8 +151,9 @@ def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(
     raw = pa.array([b"good", b"\xff\xfe"], pa.binary())
     strings = pa.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
-    with pytest.raises(BadDocumentError, match="row 1: not UTF-8: invalid start byte"):
+    with raises(BadDocumentError, "data.bad_document", "row 1: ") as caught:
         samples(spec_of(job(tiny_config, tmp_path, "parquet", encoder="tokenizers")), 64)
+    assert caught.value.reason_code == "record.not_utf8"
 
 
 def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -190,7 +201,7 @@ def test_a_line_far_behind_in_a_file_is_counted_in_stretches(tmp_path: Path) -> 
 @pytest.fixture
 def spoiled(tmp_path: Path) -> Path:
     """Good documents with every kind of bad one between them, in two files."""
-    lines = [line for line, _ in BAD_LINES.values() if b"\n" not in line]
+    lines = [line for line, _, _ in BAD_LINES.values() if b"\n" not in line]
     for name in ("a.jsonl", "b.jsonl"):
         parts = [
             GOOD.replace(b"good", b"good %d" % i) * (i % 4 + 1) + line + b"\n" for i, line in enumerate(lines)

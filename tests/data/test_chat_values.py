@@ -51,15 +51,19 @@ def test_no_tools_are_none_or_an_empty_list(tools: Any) -> None:
     assert conversation(tools=tools).tools == (None if tools in (None, "null") else [])
 
 
+NOT_JSON, VALUE_TYPE = "record.not_json", "record.chat_value_type"
+
+
 @pytest.mark.parametrize(
-    "tools",
-    ["", "look", "[", json_text(TOOL), TOOL, 5, True, [5], ["look"], [None], json_text(json_text([TOOL])),
-     [in_function(parameters="x")], [in_function(parameters=5)], [{"function": ["look"]}]],
+    ("code", "tools"),
+    [*((NOT_JSON, t) for t in ("", "look", "[", ["look"], [in_function(parameters="x")])),
+     *((VALUE_TYPE, t) for t in (json_text(TOOL), TOOL, 5, True, [5], [None], json_text(json_text([TOOL])))),
+     (VALUE_TYPE, [in_function(parameters=5)]), (VALUE_TYPE, [{"function": ["look"]}])],
 )  # fmt: skip
-def test_anything_else_as_tools_is_refused(tools: Any) -> None:
-    with pytest.raises(WrongChatValueError) as raised:
+def test_anything_else_as_tools_is_refused(code: str, tools: Any) -> None:
+    with raises(WrongChatValueError, code) as raised:
         conversation(tools=tools)
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
 @pytest.mark.parametrize(
@@ -75,19 +79,26 @@ def test_messages_and_calls_as_json_text_are_these(messages: Any) -> None:
     assert conversation(messages) == conversation()
 
 
+NOT_JSON_MESSAGES = ["Hi", "", ["Hi"], *([{"role": "assistant", "tool_calls": c}] for c in ("x", ["x"]))]
+WRONG_MESSAGES = [
+    "{}", {"role": ["user"], "content": ["Hi"]}, 5, [[]], json_text(json_text(MESSAGES)),
+    *([{"role": "user", "content": c}] for c in (5, 1.5, True, ["Hi"], [{"type": 1}], [{"type": "text"}])),
+    *([{"role": "assistant", "tool_calls": c}] for c in ({}, 5, [5], [{"function": 5}])),
+    *([{"role": "assistant", "tool_calls": [{"function": {"arguments": a}}]}] for a in (5, True, [1])),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "messages",
-    ["Hi", "", "{}", {"role": ["user"], "content": ["Hi"]}, 5, [], [[]], ["Hi"], [{"content": "Hi"}],
-     [{"role": 1, "content": "Hi"}], [{"role": None, "content": "Hi"}], json_text(json_text(MESSAGES)),
-     *([{"role": "user", "content": c}] for c in (5, 1.5, True, ["Hi"], [{"type": 1}], [{"type": "text"}])),
-     *([{"role": "assistant", "tool_calls": c}] for c in ("x", {}, 5, [5], ["x"], [{"function": 5}])),
-     *([{"role": "assistant", "tool_calls": [{"function": {"arguments": a}}]}] for a in (5, True, [1])),
-     *([{"role": "assistant", "content": "x", "weight": w}] for w in (0.5, 2, "0"))],
+    ("code", "messages"),
+    [*((NOT_JSON, m) for m in NOT_JSON_MESSAGES), *((VALUE_TYPE, m) for m in WRONG_MESSAGES),
+     ("record.no_messages", []), ("record.chat_role", [{"content": "Hi"}]),
+     *(("record.chat_role", [{"role": r, "content": "Hi"}]) for r in (1, None)),
+     *(("record.chat_weight", [{"role": "assistant", "content": "x", "weight": w}]) for w in (0.5, 2, "0"))],
 )  # fmt: skip
-def test_anything_else_as_messages_is_refused(messages: Any) -> None:
-    with pytest.raises(BadRecordError) as raised:
+def test_anything_else_as_messages_is_refused(code: str, messages: Any) -> None:
+    with raises(BadRecordError, code) as raised:
         conversation(messages)
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
 # ------------------------------------------------------------------------------------------ in files
@@ -285,9 +296,10 @@ def test_arguments_are_the_text_or_the_object_that_the_template_takes(
     if of_object is not None:
         assert learnt(tmp_path, template, {"city": "Oslo"}) == [f"<call>{of_object}</call><|im_end|>"]
     else:
-        with pytest.raises(UnrenderableError) as raised:
+        code = "chat.value_type" if template == TAKES_TEXT else "chat.text_expected"
+        with raises(UnrenderableError, code) as raised:
             learnt(tmp_path, template, {"city": "Oslo"})
-        assert raised.value.code == CODE
+        assert raised.value.error_code == CODE
 
 
 def test_no_arguments_as_text_are_an_empty_object(tmp_path: Path) -> None:
@@ -299,20 +311,24 @@ def test_no_arguments_as_text_are_an_empty_object(tmp_path: Path) -> None:
 def test_arguments_that_are_no_object_are_refused_where_the_template_takes_one(
     arguments: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnrenderableError) as raised:
+    with raises(UnrenderableError, "chat.object_expected") as raised:
         learnt(tmp_path, TOOLS, arguments)
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
-@pytest.mark.parametrize("template", [CHATML, GEMMA], ids=["adds", "trims"])
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [(CHATML, "chat.value_type"), (GEMMA, "chat.text_expected")],
+    ids=["adds", "trims"],
+)
 @pytest.mark.parametrize("content", [[{"type": "text", "text": "it's"}], {"rain": 5}])
 def test_contents_that_the_template_does_not_take_are_refused(
-    template: str, content: Any, tmp_path: Path
+    template: str, code: str, content: Any, tmp_path: Path
 ) -> None:
     chat = Chat(saved(tmp_path, byte_level(), template))
-    with pytest.raises(UnrenderableError) as raised:
+    with raises(UnrenderableError, code) as raised:
         chat(conversation([{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]))
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
 def test_parts_are_given_to_a_template_that_takes_them(tmp_path: Path) -> None:
@@ -413,12 +429,14 @@ def test_a_record_sets_variables_of_its_template(variables: Any, as_text: bool, 
 
 
 @pytest.mark.parametrize(
-    "variables", [5, [], "x", "[1]", {"messages": []}, {"tools": []}, {"add_generation_prompt": True}]
-)
-def test_other_variables_are_refused(variables: Any) -> None:
-    with pytest.raises(WrongChatValueError) as raised:
+    ("code", "variables"),
+    [(VALUE_TYPE, 5), (VALUE_TYPE, []), (NOT_JSON, "x"), (VALUE_TYPE, "[1]"),
+     *(("record.reserved_variable", {n: []}) for n in ("messages", "tools", "add_generation_prompt"))],
+)  # fmt: skip
+def test_other_variables_are_refused(code: str, variables: Any) -> None:
+    with raises(WrongChatValueError, code) as raised:
         conversation(chat_template_kwargs=variables)
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
 def test_special_tokens_in_variables_stay_text(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataId
 from orchestrator.storage.files import Storage
 from tests.data.code_sources import Numbered
 from tests.data.making import plain, samples, some_texts, spec_of
-from tests.raising import raises
+from tests.raising import check_error, raises
 
 Make = Callable[..., dict[str, Any]]
 FEW = "tests.data.code_sources:few"
@@ -77,9 +77,12 @@ def planned(path: str, content: Content | None = None, window_bytes: int = 1 << 
     return plan_source(manifest, 100, window_bytes)
 
 
-def read(plan: SourcePlan, window_bytes: int = 1 << 20) -> list[tuple[str, Document | None | str]]:
+def read(
+    plan: SourcePlan, window_bytes: int = 1 << 20
+) -> list[tuple[str, Document | BadRecordError | None]]:
     """(place, document or why it is bad) of every record, in the order of the source."""
-    found, settings = [], StreamSettings(window_bytes=window_bytes, shuffle="none")
+    found = list[tuple[str, Document | BadRecordError | None]]()
+    settings = StreamSettings(window_bytes=window_bytes, shuffle="none")
     for block in range(plan.num_blocks):
         for window in read_windows(plan, settings, 0, block):
             ordered = OrderedWindow(window, plan, settings, 0)
@@ -87,8 +90,14 @@ def read(plan: SourcePlan, window_bytes: int = 1 << 20) -> list[tuple[str, Docum
                 try:
                     found.append((ordered.place(i), ordered.document(i)))
                 except BadRecordError as error:
-                    found.append((ordered.place(i), f"bad: {error}"))
+                    found.append((ordered.place(i), error))
     return found
+
+
+def comparable(found: tuple[str, object]) -> object:
+    """The document, or the code and text of why it is bad."""
+    _, document = found
+    return (document.code, str(document)) if isinstance(document, BadRecordError) else document
 
 
 # ------------------------------------------------------------------------------ the stream
@@ -180,23 +189,28 @@ def test_a_record_is_a_text_or_a_mapping_and_anything_else_is_bad(module: Callab
     name = module(RECORDS)
     found = read(planned(f"{name}:texts"))
     assert [place for place, _ in found] == [f"{name}:texts[{i}]" for i in range(11)]
-    said = [text for _, text in found]
-    assert said[:3] == ["plain", "é", ""]
-    for text, part in zip(
-        said[3:],
+    read_back = [document for _, document in found]
+    assert read_back[:3] == ["plain", "é", ""]
+    require_bad(
+        read_back[3:],
         [
-            "'text' is null",
-            "no field `text`; it has: body",
-            "a record is int, a mapping or a str is expected",
-            "a record is NoneType",
-            "'text' is a JSON number, a string is expected",
-            "no Unicode text: surrogates not allowed at character 5",
-            "no Unicode text: surrogates not allowed at character 5",
-            "a record is bytes",
+            ("record.null_field", "'text'"),
+            ("record.missing_field", "`text`", ": body"),
+            ("record.not_object", " int,", " str "),
+            ("record.not_object", " NoneType,", " str "),
+            ("record.field_type", "'text'", "number", "string"),
+            ("record.not_utf8", "character 5"),
+            ("record.not_utf8", "character 5"),
+            ("record.not_object", " bytes,", " str "),
         ],
-        strict=True,
-    ):
-        assert str(text).startswith(f"bad: {part}"), text
+    )
+
+
+def require_bad(errors: Sequence[object], expected: Sequence[tuple[str, ...]]) -> None:
+    """Asserts that these are bad records, each with a code and values."""
+    for error, (code, *values) in zip(errors, expected, strict=True):
+        assert isinstance(error, BadRecordError), error
+        check_error(error, code, *values)
 
 
 def test_records_of_code_may_be_chats_and_prompts(module: Callable[[str], str]) -> None:
@@ -207,16 +221,21 @@ def test_records_of_code_may_be_chats_and_prompts(module: Callable[[str], str]) 
         Conversation(messages=turns, tools=[{"name": "t"}]),
         Conversation(messages=turns),
     ]
-    said = ["a record is str, a mapping is expected", "'messages' is a text and no JSON"]
-    said += ["`content` of message 1 of 'messages' is a JSON set", "its messages are no JSON: str"]
-    for text, part in zip(chats[2:], said, strict=True):
-        assert str(text).startswith(f"bad: {part}")
+    require_bad(
+        chats[2:],
+        [
+            ("record.not_object", " str,", " mapping "),
+            ("record.not_json", "'messages'"),
+            ("record.chat_value_type", "`content` of message 1 of 'messages'", " set,"),
+            ("record.value_type", ": str"),
+        ],
+    )
     prompts = [document for _, document in read(planned(f"{name}:prompts", Content(kind="prompt")))]
     assert prompts[0] == Prompted(prompt="a", completion="é")
-    assert prompts[1:] == [
-        "bad: a record is str, a mapping is expected",
-        "bad: no field `completion`; it has: prompt",
-    ]
+    require_bad(
+        prompts[1:],
+        [("record.not_object", " str,", " mapping "), ("record.missing_field", "`completion`", ": prompt")],
+    )
 
 
 def test_a_bad_record_stops_or_is_counted_as_one_in_a_file_is(
@@ -453,7 +472,7 @@ def test_items_that_are_asked_for_together_are_those_that_are_asked_for_alone(
         alone = read(planned(f"{name}:alone", window_bytes=2000), 2000)
         together = read(planned(f"{name}:together", window_bytes=2000), 2000)
         assert [said.replace("together[", "alone[") for said, _ in together] == [said for said, _ in alone]
-        assert [document for _, document in together] == [document for _, document in alone]
+        assert list(map(comparable, together)) == list(map(comparable, alone))
         calls = module.Together.asked
         assert [i for indices in calls for i in indices] == list(range(len(sizes)))
         assert max(map(len, calls)) <= most

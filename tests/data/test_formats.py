@@ -210,23 +210,24 @@ def test_a_prompt_and_its_completion_are_one_document(form: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "code", "values"),
     [
-        ({"text": "x"}, "no field `messages`; it has: text"),
-        ({"messages": None}, "'messages' is null"),
-        ({"messages": "x"}, "'messages' is a text and no JSON"),
-        ({"messages": []}, "'messages' has no messages"),
-        ({"messages": ["x"]}, "message 1 of 'messages' is a text and no JSON"),
-        ({"messages": [{"from": "a", "value": "b"}]}, "has no field `role`; it has: from, value"),
-        ({"messages": [{"role": 1}]}, "message 1 of 'messages' has the role 1; it has: role"),
+        ({"text": "x"}, "record.missing_field", ("`messages`", " text")),
+        ({"messages": None}, "record.null_field", ("'messages'",)),
+        ({"messages": "x"}, "record.not_json", ("'messages'",)),
+        ({"messages": []}, "record.no_messages", ("'messages'",)),
+        ({"messages": ["x"]}, "record.not_json", ("message 1 of 'messages'",)),
+        ({"messages": [{"from": "a", "value": "b"}]}, "record.chat_role", ("`role`", "from, value")),
+        ({"messages": [{"role": 1}]}, "record.chat_role", ("message 1 of 'messages'", "role 1", ": role")),
     ],
 )
-def test_a_record_that_is_no_chat_says_which_fields_it_has(record: Record, said: str, tmp_path: Path) -> None:
+def test_a_record_that_is_no_chat_says_which_fields_it_has(
+    record: Record, code: str, values: tuple[str, ...], tmp_path: Path
+) -> None:
     for form in ("jsonl", "cbor"):
         write_files(tmp_path / form, form, [[record]])
-        with pytest.raises(BadRecordError) as raised:
+        with raises(BadRecordError, code, *values):
             read_straight(planned(tmp_path / form, form, Content(kind="chat")))
-        assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["lines", "text", "csv", "tsv"])
@@ -282,7 +283,7 @@ def test_a_pickled_column_is_never_read(tmp_path: Path) -> None:
     for name in ("part.00000.mds", "index.json"):
         file = tmp_path / name
         file.write_bytes(file.read_bytes().replace(b'["int", "str"]', b'["int", "pkl"]'))
-    with pytest.raises(BadRecordError, match="column 'text' is encoded as pkl, text, JSON or a number is"):
+    with raises(BadRecordError, "record.field_type", "'text'", "pkl"):
         read_straight(planned(tmp_path, "mds", Content()))
 
 
@@ -313,7 +314,7 @@ def test_samples_of_a_tar_file_have_fields_by_their_extensions(kind: int, tmp_pa
     (tmp_path / "a.tar").write_bytes(format_writers.tar(records, kind))
     plan = planned(tmp_path, "webdataset", Content(text_field="txt"))
     assert [text for _, text in read(plan, 5000, "none")] == [f"text {i}" for i in range(30)]
-    with pytest.raises(BadRecordError, match="no field `text`; the sample has: txt, cls, json"):
+    with raises(BadRecordError, "record.missing_field", "`text`", "txt, cls, json"):
         read_straight(planned(tmp_path, "webdataset", Content()))
 
 
@@ -328,23 +329,19 @@ def tar_of(*members: tuple[str, bytes]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "code", "value"),
     [
-        (
-            [("a.txt", b"x"), ("README", b"y")],
-            "member 'README' has no extension, and so belongs to no sample",
-        ),
-        ([("a.txt", b"x"), ("a.txt", b"y")], "two members are called a.txt"),
-        ([("a.txt", b"\xff")], "not UTF-8"),
+        ([("a.txt", b"x"), ("README", b"y")], "record.stray_member", "'README'"),
+        ([("a.txt", b"x"), ("a.txt", b"y")], "record.duplicate_member", "a.txt"),
+        ([("a.txt", b"\xff")], "record.not_utf8", "byte 0"),
     ],
 )
 def test_members_that_make_no_sample_are_bad_records(
-    members: list[tuple[str, bytes]], said: str, tmp_path: Path
+    members: list[tuple[str, bytes]], code: str, value: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.tar").write_bytes(tar_of(*members))
-    with pytest.raises(BadRecordError) as raised:
+    with raises(BadRecordError, code, value):
         read_straight(planned(tmp_path, "webdataset", Content(text_field="txt")))
-    assert said in str(raised.value)
 
 
 def test_a_place_in_a_tar_file_names_the_sample(tmp_path: Path) -> None:
@@ -359,19 +356,20 @@ def test_a_place_in_a_tar_file_names_the_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "code", "values"),
     [
-        (b'"a"b,c', "field 1 continues after its closing quote"),
-        (b'x"y",c"', "a quote stands inside of field 1, which has none around"),
-        (b"a,b,c", "it has 3 fields, and the header has 2: text, n"),
-        (b'"\xff",c', "not UTF-8"),
+        (b'"a"b,c', "record.csv_after_quote", ("field 1 ",)),
+        (b'x"y",c"', "record.csv_stray_quote", ("field 1,",)),
+        (b"a,b,c", "record.num_fields", (" 3 fields", " 2: text, n")),
+        (b'"\xff",c', "record.not_utf8", ("byte 1 ",)),
     ],
 )
-def test_a_row_that_is_not_as_rfc_4180_has_it_is_bad(row: bytes, said: str, tmp_path: Path) -> None:
+def test_a_row_that_is_not_as_rfc_4180_has_it_is_bad(
+    row: bytes, code: str, values: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,n\r\n" + row + b"\r\n")
-    with pytest.raises(BadRecordError) as raised:
+    with raises(BadRecordError, code, *values):
         read_straight(planned(tmp_path, "csv", Content()))
-    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize(

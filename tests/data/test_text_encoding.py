@@ -140,5 +140,5 @@ def test_a_member_in_another_encoding_is_a_bad_record(tmp_path: Path) -> None:
     wrong, right, marked = part.records
     assert parse(right) == "hello"
     for sample in (wrong, marked):
-        with pytest.raises(BadRecordError):
+        with raises(BadRecordError, "record.not_utf8"):
             parse(sample)

@@ -19,6 +19,7 @@ from orchestrator.data.tokens.chat_template import UnrenderableError
 from tests.data.chat_values import CODE, conversation, in_function, json_text
 from tests.data.chats import CHATML, TOOLS, Chat, byte_level, saved
 from tests.num_examples import examples
+from tests.raising import raises
 
 LOOPS = (
     "{% macro shown(s) %}{% if s is mapping %}{% if s.required is not boolean %}"
@@ -123,7 +124,8 @@ def test_a_schema_is_itself_and_so_is_one_written_as_json_text(chat: Chat, tree:
     assert chat(conversation(MESSAGES, tools=[in_function(parameters=changed)])) == chat(given)
 
 
-WRONG = ["", "city", "[", '{"a"', "['city']", '"city"', '"[]"', "5", "null", 5, 1.5]
+NOT_JSON = ["", "city", "[", '{"a"', "['city']"]
+WRONG = [*NOT_JSON, '"city"', '"[]"', "5", "null", 5, 1.5]
 OF_LISTS = [("required",), ("enum",), ("anyOf",), ("oneOf",), ("allOf",), ("prefixItems",)]
 OF_LISTS += [("dependentRequired", "a")]
 OF_OBJECTS = [("properties",), ("patternProperties",), ("$defs",), ("definitions",), ("dependentRequired",)]
@@ -146,22 +148,23 @@ def test_anything_else_in_a_schema_is_refused_with_its_place(
     wrong += ["{}"] if way in OF_LISTS else [True, [], "[]"] if way in OF_OBJECTS else []
     for field, value in product(FIELDS, wrong):
         schema = {"type": "object", **nested((*around, *way), value)}
-        with pytest.raises(WrongChatValueError) as raised:
+        place = f"`tools[1].function.{'.'.join((field, *around, *way))}`"
+        code = "record.not_json" if value in NOT_JSON else "record.chat_value_type"
+        with raises(WrongChatValueError, code, place) as raised:
             conversation(MESSAGES, tools=[in_function(), in_function(**{field: schema})])
-        assert raised.value.code == CODE
-        assert f"`tools[1].function.{'.'.join((field, *around, *way))}`" in str(raised.value)
+        assert raised.value.error_code == CODE
 
 
 @pytest.mark.parametrize("value", ["[", '["string"', "['string']"])
 def test_a_list_of_types_that_is_no_json_is_refused(value: str) -> None:
-    with pytest.raises(WrongChatValueError):
+    with raises(WrongChatValueError, "record.not_json"):
         conversation(MESSAGES, tools=[in_function(parameters={"type": value})])
 
 
 def test_a_schema_that_is_nested_too_deep_is_a_bad_record() -> None:
-    with pytest.raises(WrongChatValueError) as raised:
+    with raises(WrongChatValueError, "record.schema_depth") as raised:
         conversation(MESSAGES, tools=[in_function(parameters=nested(("items",) * 2000, {}))])
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
 
 
 @pytest.mark.parametrize(
@@ -203,9 +206,9 @@ def test_letters_of_json_text_are_read_in_no_field(loop: str, value: str, tmp_pa
     )
     chat = Chat(folder)
     messages = [{**MESSAGES[0], "answers": value}, MESSAGES[1]]
-    with pytest.raises(UnrenderableError) as raised:
+    with raises(UnrenderableError, "chat.value_type") as raised:
         chat(conversation(messages))
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
     as_stored = chat(replace(conversation(messages), as_stored=True))
     assert as_stored != chat(conversation(MESSAGES)), "lists of earlier versions keep their stream"
     for allowed in ("word", "[a", json.loads(value)):
@@ -242,10 +245,9 @@ def test_a_list_or_an_object_that_is_printed_is_refused(key: str, value: Any, tm
         value = [value]
     chat = Chat(saved(tmp_path, byte_level(), printing(key)))
     messages = [{**MESSAGES[0], "name": "x"}, MESSAGES[1], {"role": "tool", "content": "b", key: value}]
-    with pytest.raises(UnrenderableError) as raised:
+    with raises(UnrenderableError, "chat.text_expected", f"`{key}` in message 3") as raised:
         chat(conversation(messages), "all")
-    assert raised.value.code == CODE
-    assert f"`{key}` in message 3" in str(raised.value)
+    assert raised.value.error_code == CODE
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "name"])
@@ -254,9 +256,9 @@ def test_numbers_and_booleans_are_no_reasoning_and_no_name_where_they_are_printe
     key: str, value: Any, tmp_path: Path
 ) -> None:
     messages = [MESSAGES[0], {**MESSAGES[1], key: value}]
-    with pytest.raises(UnrenderableError) as raised:
+    with raises(UnrenderableError, "chat.text_expected") as raised:
         Chat(saved(tmp_path / "prints", byte_level(), printing(key)))(conversation(messages), "all")
-    assert raised.value.code == CODE
+    assert raised.value.error_code == CODE
     chat = Chat(saved(tmp_path / "does_not", byte_level(), CHATML))
     assert chat(conversation(messages)) == chat(conversation(MESSAGES))
 

@@ -234,10 +234,10 @@ def write_table(folder: Path, form: str, table: Any) -> None:
 
 def test_a_time_that_python_cannot_hold_is_a_bad_record(tmp_path: Path) -> None:
     far = 400_000 * 366 * 86_400
-    for name, kind, value, said in (
-        ("ns", pa.timestamp("ns"), 1001, r"timestamp\[ns\] 1001 has nanoseconds, .*in microseconds"),
-        ("year", pa.timestamp("s"), far, rf"timestamp\[ms\] {far}000: .*(overflow|out of range)"),
-        ("text", pa.string(), b"\xff", "not UTF-8"),
+    for name, kind, value, code, values in (
+        ("ns", pa.timestamp("ns"), 1001, "record.nanoseconds", ("timestamp[ns] 1001",)),
+        ("year", pa.timestamp("s"), far, "record.out_of_range", (f"timestamp[ms] {far}000",)),
+        ("text", pa.string(), b"\xff", "record.not_utf8", ()),
     ):
         (folder := tmp_path / name).mkdir()
         numbers = [value, 0] if kind != pa.string() else None
@@ -248,7 +248,7 @@ def test_a_time_that_python_cannot_hold_is_a_bad_record(tmp_path: Path) -> None:
         )
         pq.write_table(pa.table({"text": ["a", "b"][: len(column)], "field": column}), folder / "a.parquet")
         (part,) = read_files(planned(folder, "parquet", content_of("field")))
-        with pytest.raises(BadRecordError, match=said):
+        with raises(BadRecordError, code, *values):
             part.records[0]
 
 
@@ -307,7 +307,7 @@ def test_values_of_cbor_are_those_of_its_library_as_long_as_they_are_plain(tmp_p
     )
     found = [ordered.described(i) for i in range(4)]
     assert [each.fields["field"] for each in found if isinstance(each, Described)] == values[:4]
-    with pytest.raises(BadRecordError, match="a field for its transforms holds a CBORTag; a number, a text"):
+    with raises(BadRecordError, "record.value_type", "CBORTag"):
         ordered.described(4)
 
 
@@ -323,7 +323,7 @@ def test_plain_values_have_nothing_in_common_with_what_they_were_made_of() -> No
     assert [type(found[name]) for name in "abcd"] == [list, list, float, str]
     given["a"][1].append(3)
     assert found["a"] == [1, [2.5, None]]
-    with pytest.raises(BadRecordError, match="holds a set"):
+    with raises(BadRecordError, "record.value_type", " set;"):
         plain([{1, 2}])
 
 

@@ -353,7 +353,7 @@ def test_two_results_are_compared_document_by_document() -> None:
     assert first_difference(["a", None], ["a", None]) is None
     assert first_difference(["a"], ["a", "b"]) == "1 documents, and 2"
     assert first_difference(["a", None], ["a", "b"]) == "document 1 is dropped, and 'b'"
-    bad = BadRecordError("so"), BadRecordError("so")
+    bad = BadRecordError("so", code="record.not_json"), BadRecordError("so", code="record.not_json")
     assert first_difference([bad[0]], [bad[1]]) is None
 
 

@@ -102,10 +102,12 @@ class OrderedWindow:
         record = part.records[index]
         if record is None and size:
             raise BadRecordError(
-                f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several"
+                f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several",
+                code="record.too_long",
             )
         if record is None:
-            raise BadRecordError(f"{self._plan.manifest.text_field!r} is null")
+            field = self._plan.manifest.text_field
+            raise BadRecordError(f"{field!r} is null", code="record.null_field")
         if index == part.place == 0 and self._format.drops_bom:
             record = record.removeprefix(_BOM)
         return self._parse(record)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.records.content import WrongChatValueError, kind_of
+from orchestrator.data.sources.records.content import CHAT_VALUE_TYPE, BadContentError, kind_of
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
@@ -22,14 +22,14 @@ Span = tuple[int, int]
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
-class UnrenderableError(Exception):
-    """The template does not accept a conversation. The text is the reason; `code` is that of the error raised
-    for it.
-    """
+class UnrenderableError(BadContentError):
+    """The template does not accept a conversation."""
 
-    def __init__(self, reason: str, code: str | None = None) -> None:
-        super().__init__(reason)
-        self.code = code
+
+class UnrenderableValueError(UnrenderableError):
+    """The template does not accept the type of a value in a conversation."""
+
+    error_code = CHAT_VALUE_TYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,11 +162,11 @@ def require_no_json_text(value: Any) -> None:
         )
 
 
-def _no_text(number: int, what: str, value: Any, how: str) -> UnrenderableError:
-    return UnrenderableError(
+def _no_text(number: int, what: str, value: Any, how: str) -> UnrenderableValueError:
+    return UnrenderableValueError(
         f"{what} in message {number} is a JSON {kind_of(value)}, and the tokenizer's chat_template takes a "
         f"text there{how}; write it as a text",
-        code=WrongChatValueError.code,
+        code="chat.text_expected",
     )
 
 
@@ -231,11 +231,11 @@ def _with_object(where: str, call: dict[str, Any]) -> dict[str, Any]:
     return changed if function is call else {**call, "function": changed}
 
 
-def _no_object(where: str, why: str) -> UnrenderableError:
-    return UnrenderableError(
+def _no_object(where: str, why: str) -> UnrenderableValueError:
+    return UnrenderableValueError(
         f"`arguments` of {where} is a text that is {why}, and the tokenizer's chat_template takes an object "
         "there; write it as an object",
-        code=WrongChatValueError.code,
+        code="chat.object_expected",
     )
 
 

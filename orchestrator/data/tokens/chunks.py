@@ -16,6 +16,7 @@ from orchestrator.data.common.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.records.content import (
     FIELD_SETTINGS,
+    BadContentError,
     BadRecordError,
     Conversation,
     Described,
@@ -314,7 +315,9 @@ class _Records:
             yield from writer.add_masked(position, origin, pieces[number], number, last, special)
             yield from writer.full_chunks()
 
-    def _add_bad(self, position: int, error: Exception, other_way: str = "") -> Iterator[TokenChunk]:
+    def _add_bad(
+        self, position: int, error: BadContentError, other_way: str = ""
+    ) -> Iterator[TokenChunk]:
         """Adds a bad record. `other_way` is another remedy in a new run, for the message."""
         reason = f"{self._window.place(position)}: {error}"
         if self._settings.on_bad_document == "stop":
@@ -324,7 +327,8 @@ class _Records:
             raise BadDocumentError(
                 f"{reason}; set {fields}data.on_bad_document=skip{other_way} {_NEW_RUN}, or fix the document "
                 f"{how}",
-                code=getattr(error, "code", None),
+                code=error.error_code,
+                reason_code=error.code,
             ) from None
         self._writer.add(position, self._window.origin(position), BAD, reason=reason)
         return self._writer.full_chunks()

@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from orchestrator.data.sources.records.content import Conversation, WrongChatValueError
+from orchestrator.data.sources.records.content import Conversation
 from orchestrator.data.tokens.chat_template import (
     DEFAULT,
     WITH_TOOLS,
@@ -30,6 +30,7 @@ from orchestrator.data.tokens.chat_template import (
     Span,
     SpecialToken,
     UnrenderableError,
+    UnrenderableValueError,
     require_no_json_text,
     require_texts,
     with_arguments,
@@ -103,7 +104,8 @@ class Renderer:
             if _unmarked(turns.text, marks) != _unmarked(plain, marks):
                 raise UnrenderableError(
                     "its messages spell special tokens, and the tokenizer's chat_template does not treat "
-                    "them as any other text"
+                    "them as any other text",
+                    code="chat.special_tokens",
                 )
         targets = turns.targets(loss, not conversation.as_stored)
         return self._read(turns.text, targets, marks, spelled, tagged=turns.tagged)
@@ -144,7 +146,9 @@ class Renderer:
             marks = "".join(map(chr, range(first, first + _NUM_MARKS)))
             if not any(mark in text for mark in marks for text in (self._template_text, *strings)):
                 return marks
-        raise UnrenderableError("it holds every private character of Unicode's plane 15")
+        raise UnrenderableError(
+            "it holds every private character of Unicode's plane 15", code="chat.private_characters"
+        )
 
     def _marked(self, value: Any, around: str) -> Any:
         """`value` with marks around the special tokens that its texts spell."""
@@ -203,10 +207,7 @@ class _Turns:
         try:
             self.text = renderer.text_of(shown, marks)
         except Exception as error:  # a template may raise anything
-            code = WrongChatValueError.code if isinstance(error, TypeError) else None
-            raise UnrenderableError(
-                f"the tokenizer's chat_template does not take it: {_reason(error)}", code=code
-            ) from error
+            raise _not_taken(error) from error
 
     def targets(self, loss: str, weighted: bool) -> list[Span]:
         """The spans to be trained. `weighted`: without messages whose `weight` is 0."""
@@ -274,18 +275,27 @@ class _Turns:
         except Exception as error:  # a template may raise anything
             raise UnrenderableError(
                 "the tokenizer's chat_template has no {% generation %}, and does not take the first "
-                f"{number} messages of {len(self._messages)} alone: {error}"
+                f"{number} messages of {len(self._messages)} alone: {error}",
+                code="chat.partial_conversation",
             ) from error
 
 
-def _reason(error: Exception) -> str:
-    """Why a template failed, as a message."""
+def _not_taken(error: Exception) -> UnrenderableError:
+    """The reason for a conversation on which the template failed with this error."""
     if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
-        return (
-            "it asks for the date (strftime_now), and a template gets no clock here, so that a stream does "
-            "not depend on the day; write a date into the template, or set one by chat_template_kwargs"
+        return UnrenderableError(
+            "the tokenizer's chat_template does not take it: it asks for the date (strftime_now), and a "
+            "template gets no clock here, so that a stream does not depend on the day; write a date into the "
+            "template, or set one by chat_template_kwargs",
+            code="chat.template_clock",
         )
-    return str(error)
+    if isinstance(error, TypeError):
+        return UnrenderableValueError(
+            f"the tokenizer's chat_template does not take it: {error}", code="chat.value_type"
+        )
+    return UnrenderableError(
+        f"the tokenizer's chat_template does not take it: {error}", code="chat.not_taken"
+    )
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

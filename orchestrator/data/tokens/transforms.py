@@ -174,7 +174,7 @@ def _called(
         # are the same object.
         several = [own_copy(each) for each in islice(made, MAX_OUTPUTS + 1)] if _is_several(made) else [made]
     except BadDocument as error:
-        return [BadRecordError(f"{name} says: {error}")]
+        return [BadRecordError(f"{name} says: {error}", code="record.user_refused")]
     except (Exception, SystemExit) as error:  # SystemExit would end the process without a message
         raise DataError(_failed(name, error), code="user_code.raised") from error
     if len(several) > MAX_OUTPUTS:
@@ -201,7 +201,7 @@ def _document(name: str, fields: _Fields, content: Content) -> Document:
     except (BadRecordError, ValueError, TypeError) as error:
         raise DataError(
             f"data.transforms {name} returned no document of content {content.kind}: {error}; {_HOW}",
-            code=getattr(error, "code", None) or _WRONG_RESULT,
+            code=getattr(error, "error_code", None) or _WRONG_RESULT,
         ) from error
     return document
 

@@ -189,7 +189,16 @@ class HeadedFormat(Format):
 
 # ---------------------------------------------------------------------------------- formats of other packages
 _BATCH_BYTES = 4 << 20
-_BAD = b"!"  # begins what is kept of a bad record; a JSON object begins with a brace
+# The byte that begins what is kept of a bad record, by the code of its reason. A JSON object begins with a
+# brace.
+_BAD = {
+    "record.user_refused": b"!",
+    "record.not_object": b"o",
+    "record.field_name": b"n",
+    "record.value_type": b"v",
+    "record.too_long": b"l",
+}
+_CODES = {mark: code for code, mark in _BAD.items()}
 
 
 class RecordFormat(Format):
@@ -241,8 +250,8 @@ class RecordFormat(Format):
     @override
     def parser(self, content: Content) -> Parser:
         def document(kept: bytes) -> Document | Described | None:
-            if kept[:1] == _BAD:
-                raise BadRecordError(bytes(kept[1:]).decode())
+            if (code := _CODES.get(bytes(kept[:1]))) is not None:
+                raise BadRecordError(bytes(kept[1:]).decode(), code=code)
             return described(orjson.loads(kept), content)
 
         return document
@@ -296,16 +305,28 @@ class _Pieces(io.RawIOBase):
 
 def _kept(record: Mapping[str, Any] | BadDocument) -> bytes:
     """The record as it is held until it is used."""
-    if isinstance(record, BadDocument):
-        return _BAD + str(record).encode(errors="backslashreplace")
-    if not isinstance(record, Mapping):
-        return _BAD + f"a {type(record).__name__}, a dict is expected".encode()
-    if odd := [name for name in record if not isinstance(name, str)]:
-        return _BAD + f"it has the field {odd[0]!r}; names of fields are texts".encode()
     try:
-        kept = json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
+        return _as_json(record)
+    except BadRecordError as error:
+        return _BAD[error.code] + str(error).encode(errors="backslashreplace")
+
+
+def _as_json(record: Mapping[str, Any] | BadDocument) -> bytes:
+    """The record as JSON. Raises `BadRecordError` with a code of `_BAD`."""
+    if isinstance(record, BadDocument):
+        raise BadRecordError(str(record), code="record.user_refused")
+    if not isinstance(record, Mapping):
+        raise BadRecordError(f"a {type(record).__name__}, a dict is expected", code="record.not_object")
+    if odd := [name for name in record if not isinstance(name, str)]:
+        raise BadRecordError(
+            f"it has the field {odd[0]!r}; names of fields are texts", code="record.field_name"
+        )
+    try:
+        made = json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        return _BAD + f"it is no dict of JSON values: {error}".encode(errors="backslashreplace")
-    if len(kept) > MAX_RECORD_BYTES:
-        return _BAD + f"it has {len(kept):,} bytes as JSON, more than {MAX_RECORD_BYTES:,}".encode()
-    return kept
+        raise BadRecordError(f"it is no dict of JSON values: {error}", code="record.value_type") from error
+    if len(made) > MAX_RECORD_BYTES:
+        raise BadRecordError(
+            f"it has {len(made):,} bytes as JSON, more than {MAX_RECORD_BYTES:,}", code="record.too_long"
+        )
+    return made

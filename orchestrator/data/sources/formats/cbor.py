@@ -85,9 +85,11 @@ class CborSequence(Format):
             try:
                 value = cbor2.loads(item)
             except cbor2.CBORDecodeError as error:
-                raise BadRecordError(f"no CBOR: {error}") from error
+                raise BadRecordError(f"no CBOR: {error}", code="record.not_cbor") from error
             if not isinstance(value, Mapping):
-                raise BadRecordError(f"a CBOR {type(value).__name__}, a map is expected")
+                raise BadRecordError(
+                    f"a CBOR {type(value).__name__}, a map is expected", code="record.not_object"
+                )
             return described(_with_dicts(value), content, plain)
 
         return document

@@ -69,7 +69,7 @@ class Csv(HeadedFormat):
     def _header(self, file: InputFile, first: bytes | None, content: Content) -> tuple[str, ...]:
         try:
             if first is None:
-                raise BadRecordError("it does not end")
+                raise BadRecordError("it does not end", code="record.too_long")
             header = fields_of(utf8_text(first.removeprefix(_BOM)).removesuffix("\r"), self._delimiter)
         except BadRecordError as error:
             raise DataError(
@@ -114,7 +114,8 @@ def _row(header: tuple[str, ...], delimiter: str, row: bytes) -> Any:
     found = fields_of(text, delimiter)
     if len(found) != len(header):
         raise BadRecordError(
-            f"it has {len(found)} fields, and the header has {len(header)}: {names(dict.fromkeys(header))}"
+            f"it has {len(found)} fields, and the header has {len(header)}: {names(dict.fromkeys(header))}",
+            code="record.num_fields",
         )
     return dict(zip(header, found, strict=True))
 
@@ -129,14 +130,18 @@ def fields_of(row: str, delimiter: str) -> list[str]:
             end = _closing(row, at + 1)
             field, at = row[at + 1 : end].replace('""', '"'), end + 1
             if at < len(row) and row[at] != delimiter:
-                raise BadRecordError(f"field {len(found) + 1} continues after its closing quote")
+                raise BadRecordError(
+                    f"field {len(found) + 1} continues after its closing quote",
+                    code="record.csv_after_quote",
+                )
         else:
             end = row.find(delimiter, at)
             end = len(row) if end < 0 else end
             field, at = row[at:end], end
             if '"' in field:
                 raise BadRecordError(
-                    f"a quote stands inside of field {len(found) + 1}, which has none around"
+                    f"a quote stands inside of field {len(found) + 1}, which has none around",
+                    code="record.csv_stray_quote",
                 )
         found.append(field)
         if at == len(row):
@@ -150,7 +155,7 @@ def _closing(row: str, at: int) -> int:
         if row[end + 1 : end + 2] != '"':
             return end
         at = end + 2
-    raise BadRecordError("a quote is not closed")
+    raise BadRecordError("a quote is not closed", code="record.csv_open_quote")
 
 
 def stream_rows(pieces: Iterator[bytes]) -> Iterator[tuple[int, Lines | Whole, int]]:

@@ -49,6 +49,7 @@ _NUMBERS = {"int": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
 _NUMBERS |= {f"int{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)}
 _NUMBERS |= {f"uint{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)}
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {"str_int": int, "str_float": float, "str_decimal": Decimal}
+_SIZE = "record.sample_size"
 
 
 class MosaicShards(HeadedFormat):
@@ -147,7 +148,9 @@ class _Columns:
         """The sample's values in the needed columns. Raises `BadRecordError`."""
         num = sum(size is None for size in self.sizes)
         if len(sample) < 4 * num:
-            raise BadRecordError(f"it has {len(sample)} bytes, too few for the sizes of {num} columns")
+            raise BadRecordError(
+                f"it has {len(sample)} bytes, too few for the sizes of {num} columns", code=_SIZE
+            )
         given, at, found = iter(np.frombuffer(sample, "<u4", num).tolist()), 4 * num, dict[str, Any]()
         for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
             size = next(given) if fixed is None else fixed
@@ -155,7 +158,7 @@ class _Columns:
                 found[name] = _decode(name, encoding, sample[at : at + size])
             at += size
         if at != len(sample):
-            raise BadRecordError(f"it has {len(sample)} bytes, and its columns take {at}")
+            raise BadRecordError(f"it has {len(sample)} bytes, and its columns take {at}", code=_SIZE)
         return found
 
 
@@ -169,13 +172,18 @@ def _decode(name: str, encoding: str, data: bytes) -> Any:
             (number,) = np.frombuffer(data, _NUMBERS[encoding])
             return number.item()
     except (ValueError, ArithmeticError) as error:
-        raise BadRecordError(f"column {name!r} holds no {encoding}: {error}") from error
+        raise BadRecordError(
+            f"column {name!r} holds no {encoding}: {error}", code="record.field_value"
+        ) from error
     if encoding == "json":
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise BadRecordError(f"column {name!r} is not JSON: {error}") from error
-    raise WrongFieldError(f"column {name!r} is encoded as {encoding}, text, JSON or a number is expected")
+            raise BadRecordError(f"column {name!r} is not JSON: {error}", code="record.not_json") from error
+    raise WrongFieldError(
+        f"column {name!r} is encoded as {encoding}, text, JSON or a number is expected",
+        code="record.field_type",
+    )
 
 
 def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:

@@ -170,7 +170,9 @@ def _made(record: Any, content: Content) -> _Made:
     try:
         document, size = _with_size(record, content)
         if size > MAX_RECORD_BYTES:
-            raise BadRecordError(f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}")
+            raise BadRecordError(
+                f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}", code="record.too_long"
+            )
     except BadRecordError as error:
         return error, 1
     return document, size
@@ -183,7 +185,9 @@ def _with_size(record: Any, content: Content) -> tuple[Document | Described, int
         return record, _num_bytes(record)
     if not isinstance(record, Mapping):
         wanted = "a mapping or a str is" if may_be_text else "a mapping is"
-        raise BadRecordError(f"a record is {type(record).__name__}, {wanted} expected")
+        raise BadRecordError(
+            f"a record is {type(record).__name__}, {wanted} expected", code="record.not_object"
+        )
     found = described(record, content, plain)
     if not isinstance(found, Described):
         return _own_document(found)
@@ -199,7 +203,7 @@ def _own_document(document: Document) -> tuple[Document, int]:
     try:
         copy = orjson.dumps([document.messages, document.tools, document.template_kwargs])
     except (TypeError, ValueError) as error:
-        raise BadRecordError(f"its messages are no JSON: {error}") from error
+        raise BadRecordError(f"its messages are no JSON: {error}", code="record.value_type") from error
     messages, tools, kwargs = orjson.loads(copy)
     found = replace(document, messages=tuple(messages), tools=tools, template_kwargs=kwargs)
     return found, len(copy)
@@ -209,7 +213,9 @@ def _num_bytes(text: str) -> int:
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
-        raise BadRecordError(f"no Unicode text: {error.reason} at character {error.start}") from error
+        raise BadRecordError(
+            f"no Unicode text: {error.reason} at character {error.start}", code="record.not_utf8"
+        ) from error
 
 
 def _require_same(records: CodeRecords, index: int, content: Content, then: Any) -> None:

@@ -114,11 +114,13 @@ def _line_object(line: bytes) -> dict[str, Any]:
         if begin[:1] == b"[":
             raise BadRecordError(
                 f"{error}: the file seems to be one JSON array; write each of its objects on a line of its "
-                "own (jq -c '.[]')"
+                "own (jq -c '.[]')",
+                code="record.json_array_file",
             ) from error
         if line.strip() == b"{":
             raise BadRecordError(
-                f"{error}: an object goes over several lines; write each on a line of its own (jq -c .)"
+                f"{error}: an object goes over several lines; write each on a line of its own (jq -c .)",
+                code="record.json_over_lines",
             ) from error
         raise
 
@@ -128,9 +130,9 @@ def json_object(data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {_why(data) or error}") from error
+        raise BadRecordError(f"not JSON: {_why(data) or error}", code="record.not_json") from error
     if not isinstance(value, dict):
-        raise BadRecordError(f"a JSON {kind_of(value)}, an object is expected")
+        raise BadRecordError(f"a JSON {kind_of(value)}, an object is expected", code="record.not_object")
     return value
 
 

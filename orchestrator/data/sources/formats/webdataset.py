@@ -118,7 +118,9 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
     for name in content.fields:
         member = _member_of(name, sample.names)
         if member is None:
-            raise MissingFieldError(f"no field `{name}`; the sample has: {names(sample.names)}")
+            raise MissingFieldError(
+                f"no field `{name}`; the sample has: {names(sample.names)}", code="record.missing_field"
+            )
         if member == name:
             found[name] = _text_of(name, sample)
         else:
@@ -136,7 +138,9 @@ def _text_of(name: str, sample: _Sample) -> str:
     """A member's text. Raises `BadRecordError` if it is not UTF-8."""
     data = sample.members[name]
     if (encoding := other_encoding(data)) is not None:
-        raise BadRecordError(f"the member {name} is {encoding}, not UTF-8; write it in UTF-8")
+        raise BadRecordError(
+            f"the member {name} is {encoding}, not UTF-8; write it in UTF-8", code="record.not_utf8"
+        )
     return utf8_text(data)
 
 
@@ -170,7 +174,10 @@ def _samples(tar: ExactReader, content: Content) -> Iterator[_Sample]:
             sample = None
             tar.skip(_padded(size), f"member {name}")
             what = "has no extension" if is_file else "is no regular file"
-            error = BadRecordError(f"member {name!r} {what}, and so belongs to no sample; leave it out")
+            error = BadRecordError(
+                f"member {name!r} {what}, and so belongs to no sample; leave it out",
+                code="record.stray_member",
+            )
             yield _Sample(key=name, error=error, num_bytes=_BLOCK)
             continue
         key, extension = split.groups()
@@ -186,7 +193,9 @@ def _samples(tar: ExactReader, content: Content) -> Iterator[_Sample]:
 def _add(sample: _Sample, extension: str, tar: ExactReader, size: int, content: Content) -> None:
     what = f"member {sample.key}.{extension}"
     if extension in sample.names:
-        sample.error = BadRecordError(f"two members are called {sample.key}.{extension}")
+        sample.error = BadRecordError(
+            f"two members are called {sample.key}.{extension}", code="record.duplicate_member"
+        )
     sample.names[extension] = None
     beside = BESIDE_MESSAGES if content.kind == "chat" and not content.as_stored else ()
     needed = extension in beside or any(

@@ -21,9 +21,9 @@ import numpy as np
 
 from orchestrator.data.sources.records.content import (
     BESIDE_MESSAGES,
+    CHAT_VALUE_TYPE,
     KWARGS_FIELD,
     Content,
-    WrongChatValueError,
 )
 from orchestrator.data.sources.records.plain_values import is_json, is_plain
 from orchestrator.errors import ConfigError
@@ -152,7 +152,7 @@ def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> 
         way_out = f"set {content.settings}" if is_messages else "rename it, or write it so"
         raise ConfigError(
             f"{column}, {what} is expected, or its JSON; {way_out}",
-            code=WrongChatValueError.code,
+            code=CHAT_VALUE_TYPE,
         )
 
 

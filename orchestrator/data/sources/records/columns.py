@@ -203,7 +203,7 @@ class Rows:
             row = self.array[index]
             return {name: make(row[i]) for i, (name, make) in enumerate(self.made)}
         except (UnicodeDecodeError, ValueError) as error:
-            raise BadRecordError(f"not UTF-8: {error}") from error
+            raise BadRecordError(f"not UTF-8: {error}", code="record.not_utf8") from error
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))

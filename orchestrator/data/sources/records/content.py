@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 # At most this many fields of a record are named in messages, with at most this many characters each.
@@ -15,6 +16,8 @@ _FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "compl
 # Beside its messages, a chat may hold the tools offered to the model, and variables of its template.
 TOOLS_FIELD, KWARGS_FIELD = "tools", "chat_template_kwargs"
 BESIDE_MESSAGES = (TOOLS_FIELD, KWARGS_FIELD)
+# The code of the errors for values of chats.
+CHAT_VALUE_TYPE = "data.chat_value_type"
 
 
 # The settings that name a record's fields, by content.
@@ -25,10 +28,24 @@ FIELD_SETTINGS = {
 }
 
 
-class BadRecordError(Exception):
-    """A record that is no document. The text is the reason; `code` is that of the error raised for it."""
+class BadContentError(Exception):
+    """Base of the reasons for bad documents. The text is the reason, `code` names its kind.
 
-    code: str | None = None
+    `error_code` is the code of the error that is raised for it, None for that error's own.
+    """
+
+    error_code: str | None = None
+
+    def __init__(self, reason: str, *, code: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), code=self.code), self.args
+
+
+class BadRecordError(BadContentError):
+    """A record that is no document."""
 
 
 class WrongFieldError(BadRecordError):
@@ -49,7 +66,7 @@ class MissingFieldError(WrongFieldError):
 class WrongChatValueError(WrongFieldError):
     """A chat with a value of a type that its template does not expect."""
 
-    code = "data.chat_value_type"
+    error_code = CHAT_VALUE_TYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

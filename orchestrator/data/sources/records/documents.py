@@ -29,6 +29,8 @@ from orchestrator.data.sources.records.content import (
     names,
 )
 
+_MISSING = "record.missing_field"
+
 
 def document_of(record: Mapping[str, Any], content: Content) -> Document:
     """The document of a record. Raises `BadRecordError` if it has none.
@@ -65,10 +67,11 @@ def text_at(record: Mapping[str, Any], field: str) -> str:
     """The text in a field. Raises as `document_of`."""
     text = value_at(record, field)
     if text is None:
-        raise BadRecordError(f"{field!r} is null")
+        raise BadRecordError(f"{field!r} is null", code="record.null_field")
     if not isinstance(text, str):
         raise WrongFieldError(
-            f"{field!r} is a JSON {kind_of(text)}, a string is expected; the record has: {names(record)}"
+            f"{field!r} is a JSON {kind_of(text)}, a string is expected; the record has: {names(record)}",
+            code="record.field_type",
         )
     return text
 
@@ -79,17 +82,18 @@ def value_at(record: Mapping[str, Any], field: str) -> Any:
         return record[field]
     first, dot, rest = field.partition(".")
     if not dot or first not in record:
-        raise MissingFieldError(f"no field `{field}`; it has: {names(record)}")
+        raise MissingFieldError(f"no field `{field}`; it has: {names(record)}", code=_MISSING)
     at: Any = record[first]
     passed = first
     for name in rest.split("."):
         if not isinstance(at, Mapping):
             raise MissingFieldError(
                 f"no field `{field}`: `{passed}` is a JSON {kind_of(at)}, an object is expected; the record "
-                f"has: {names(record)}"
+                f"has: {names(record)}",
+                code=_MISSING,
             )
         if name not in at:
-            raise MissingFieldError(f"no field `{field}`; `{passed}` has: {names(at)}")
+            raise MissingFieldError(f"no field `{field}`; `{passed}` has: {names(at)}", code=_MISSING)
         at, passed = at[name], f"{passed}.{name}"
     return at
 
@@ -109,7 +113,7 @@ def value_or_none(record: Mapping[str, Any], field: str) -> Any:
 def _conversation(record: Mapping[str, Any], field: str) -> Conversation:
     messages = value_at(record, field)
     if messages is None:
-        raise BadRecordError(f"{field!r} is null")
+        raise BadRecordError(f"{field!r} is null", code="record.null_field")
     beside = {name: _beside(record, field, name) for name in BESIDE_MESSAGES}
     return typed_conversation(field, messages, beside)
 
@@ -118,14 +122,19 @@ def _stored_conversation(record: Mapping[str, Any], field: str) -> Conversation:
     """The conversation as earlier versions read it."""
     messages = value_at(record, field)
     if messages is None:
-        raise BadRecordError(f"{field!r} is null")
+        raise BadRecordError(f"{field!r} is null", code="record.null_field")
     if not isinstance(messages, list):
-        raise WrongFieldError(f"{field!r} is a JSON {kind_of(messages)}, a list of messages is expected")
+        raise WrongFieldError(
+            f"{field!r} is a JSON {kind_of(messages)}, a list of messages is expected",
+            code="record.field_type",
+        )
     if not messages:
-        raise BadRecordError(f"{field!r} has no messages")
+        raise BadRecordError(f"{field!r} has no messages", code="record.no_messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise WrongFieldError(f"message {number} of {field!r} is no object with a role")
+            raise WrongFieldError(
+                f"message {number} of {field!r} is no object with a role", code="record.chat_role"
+            )
     return Conversation(messages=tuple(messages), tools=_beside(record, field, TOOLS_FIELD), as_stored=True)
 
 
@@ -142,7 +151,9 @@ def utf8_text(record: bytes) -> str:
     try:
         return record.decode()
     except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
+        raise BadRecordError(
+            f"not UTF-8: {error.reason} at byte {error.start} of the record", code="record.not_utf8"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------- values of a chat
@@ -179,7 +190,7 @@ def typed_conversation(field: str, messages: Any, beside: Mapping[str, Any]) -> 
     listed = _list_at(where, messages, "messages")
     found = tuple(_message(f"message {i} of {where}", each) for i, each in enumerate(listed, start=1))
     if not found:
-        raise WrongChatValueError(f"{where} has no messages")
+        raise WrongChatValueError(f"{where} has no messages", code="record.no_messages")
     return Conversation(
         messages=found,
         tools=_tools(beside.get(TOOLS_FIELD)),
@@ -193,7 +204,8 @@ def json_value(text: str | bytes, where: str) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise WrongChatValueError(
-            f"{where} is a text and no JSON: {error}; write it as JSON, or leave it out"
+            f"{where} is a text and no JSON: {error}; write it as JSON, or leave it out",
+            code="record.not_json",
         ) from error
 
 
@@ -201,7 +213,7 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     message = _object_at(where, value, "an object with a role")
     if not isinstance(message.get("role"), str):
         what = f"the role {message['role']!r}" if "role" in message else "no field `role`"
-        raise WrongChatValueError(f"{where} has {what}; it has: {names(message)}")
+        raise WrongChatValueError(f"{where} has {what}; it has: {names(message)}", code="record.chat_role")
     changed = dict(message)
     if "content" in message:
         _require_content(f"`content` of {where}", message["content"])
@@ -213,7 +225,8 @@ def _message(where: str, value: Any) -> dict[str, Any]:
         changed["function_call"] = _with_arguments(at, _object_at(at, message["function_call"], "an object"))
     if message.get("weight") not in (None, 0, 1):
         raise WrongChatValueError(
-            f"`weight` of {where} is {message['weight']!r}; a message is learnt or not: write 1 or 0"
+            f"`weight` of {where} is {message['weight']!r}; a message is learnt or not: write 1 or 0",
+            code="record.chat_weight",
         )
     return changed
 
@@ -260,7 +273,9 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     try:
         return [_tool(f"{TOOLS_FIELD}[{index}]", tool) for index, tool in enumerate(tools)]
     except RecursionError as error:
-        raise WrongChatValueError(f"`{TOOLS_FIELD}` has a JSON schema that is nested too deep") from error
+        raise WrongChatValueError(
+            f"`{TOOLS_FIELD}` has a JSON schema that is nested too deep", code="record.schema_depth"
+        ) from error
 
 
 def _tool(place: str, value: Any) -> dict[str, Any]:
@@ -359,7 +374,8 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     found = _object_at(f"`{KWARGS_FIELD}`", value, "an object")
     if taken := [name for name in found if name in _RESERVED]:
         raise WrongChatValueError(
-            f"`{KWARGS_FIELD}` sets {', '.join(taken)}, which are no variables of a template; leave them out"
+            f"`{KWARGS_FIELD}` sets {', '.join(taken)}, which are no variables of a template; leave them out",
+            code="record.reserved_variable",
         )
     return found
 
@@ -389,4 +405,6 @@ def _parsed(where: str, value: Any, what: str) -> Any:
 
 
 def _wrong(where: str, value: Any, what: str) -> WrongChatValueError:
-    return WrongChatValueError(f"{where} is a JSON {kind_of(value)}, {what} is expected")
+    return WrongChatValueError(
+        f"{where} is a JSON {kind_of(value)}, {what} is expected", code="record.chat_value_type"
+    )

@@ -37,7 +37,8 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     raise BadRecordError(
         f"a field for its transforms holds a {type(value).__name__}; a number, a text, a date, or a list or "
-        "mapping of these is expected"
+        "mapping of these is expected",
+        code="record.value_type",
     )
 
 
@@ -76,6 +77,7 @@ _PLAIN = (
     *("timestamp", "time", "duration"),
 )
 _LISTS = ("list", "large_list", "fixed_size_list")
+_OUT_OF_RANGE = "record.out_of_range"
 
 
 def is_json(kind: Any, metadata: Any = None) -> bool:
@@ -95,7 +97,9 @@ def parsed_json(text: str | bytes | None) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise BadRecordError(f"a value of Arrow's type JSON is no JSON: {error}") from error
+        raise BadRecordError(
+            f"a value of Arrow's type JSON is no JSON: {error}", code="record.not_json"
+        ) from error
 
 
 def is_plain(kind: Any) -> bool:
@@ -155,9 +159,9 @@ def _as_py(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: {error}") from error
+        raise BadRecordError(f"not UTF-8: {error}", code="record.not_utf8") from error
     except (ValueError, OverflowError) as error:
-        raise BadRecordError(f"{scalar.type} {scalar}: {error}") from error
+        raise BadRecordError(f"{scalar.type} {scalar}: {error}", code=_OUT_OF_RANGE) from error
 
 
 def _since(unit: str, make: Callable[[timedelta], Any]) -> _Value:
@@ -171,12 +175,13 @@ def _since(unit: str, make: Callable[[timedelta], Any]) -> _Value:
         if rest:
             raise BadRecordError(
                 f"{scalar.type} {count} has nanoseconds, which Python's datetime does not hold; write the "
-                "column in microseconds"
+                "column in microseconds",
+                code="record.nanoseconds",
             )
         try:
             return make(timedelta(microseconds=microseconds))
         except OverflowError as error:
-            raise BadRecordError(f"{scalar.type} {count}: {error}") from error
+            raise BadRecordError(f"{scalar.type} {count}: {error}", code=_OUT_OF_RANGE) from error
 
     return value
 
