@@ -182,7 +182,7 @@ def test_encoding_gives_plain_json_types_and_refuses_what_has_no_json_form() -> 
     }  # fmt: skip
     assert decode(Outer, {**plain, "anything": value.anything}) == value
     for strange in (Inner, object(), {1, 2}, b"bytes"):
-        with pytest.raises(AssertionError, match="has no JSON form"):
+        with pytest.raises(AssertionError):
             encode({"x": strange})
 
 

@@ -7,6 +7,7 @@ S3 does. Azure runs against Azurite (`npm install azurite`), and is skipped wher
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
 import io
@@ -164,8 +165,16 @@ def test_an_object_is_read_by_ranges_and_as_a_stream(bucket: str) -> None:
         assert stream.seek(-7, os.SEEK_END) == len(data) - 7
         assert stream.read() == data[-7:]
         put(bucket, "d/x.gz", data[::-1])
-        with pytest.raises(OSError, match="the object was replaced while it was read"):
+        with is_replaced(f"{bucket}/d/x.gz"):
             file.read_at(0, 10)
+
+
+@contextmanager
+def is_replaced(uri: str) -> Iterator[None]:
+    """Asserts the error of a read of an object that was replaced since it was opened."""
+    with pytest.raises(OSError, match=re.escape(uri)) as raised:
+        yield
+    assert (raised.value.errno, raised.value.filename) == (errno.ESTALE, uri)
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "500"])
@@ -185,7 +194,7 @@ def test_a_read_that_fails_is_repeated_and_one_of_a_replaced_object_is_not(
             assert len(proxy.asked) > 1
             put("s3://repeated", "x", data[::-1])
             proxy.asked.clear()
-            with pytest.raises(OSError, match="the object was replaced while it was read"):
+            with is_replaced("s3://repeated/x"):
                 file.stream().read()
             assert len(proxy.asked) == 1
 
@@ -252,8 +261,9 @@ def test_what_is_not_there_is_told(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     values = "'s3://there/d/*.jsonl'", "*.jsonl in s3://there/d)"
     check_refusal("s3://there/d/*.jsonl", "data.no_matching_file", *values)
     check_refusal("s3://there/d", "data.no_matching_file", "**/* (.jsonl .jsonl.gz .jsonl.zst ")
-    with pytest.raises(FileNotFoundError, match="there is no such object: 's3://there/d/x'"):
+    with pytest.raises(FileNotFoundError) as absent:
         open_input("s3://there/d", "x")
+    assert absent.value.filename == "s3://there/d/x"
 
 
 def test_paths_of_several_storages_are_refused(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

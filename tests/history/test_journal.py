@@ -86,11 +86,11 @@ def test_every_line_is_json_with_the_common_fields(storage) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("left out", {"member": "a", "reason": ""}, "'left out' is no kind of event"),
+        ("left out", {"member": "a", "reason": ""}, "'left out'"),
         (
             EventKind.LEFT_OUT,
             {"member": "a"},
-            r"left out has the fields \['member', 'reason'\], not \['member'\]",
+            r"\['member', 'reason'\], not \['member'\]",
         ),
         (EventKind.LEFT_OUT, {"member": "a", "reason": "", "step": 2}, r"not \['member', 'reason', 'step'\]"),
     ],

@@ -150,5 +150,5 @@ def test_a_source_that_is_taken_away_keeps_its_totals_and_comes_back_with_them()
 
 @pytest.mark.parametrize("wrong", [{"a": Decimal(0)}, {"a": Decimal(-1)}])
 def test_weights_are_above_zero(wrong: dict[str, Decimal]) -> None:
-    with pytest.raises(AssertionError, match="not all above 0"):
+    with pytest.raises(AssertionError):
         whole_weights(wrong)

@@ -61,5 +61,5 @@ def next_node(nodes):
 
 @pytest.mark.parametrize("wrong", [next_rank, next_node])
 def test_worse_neighbours_are_caught(wrong):
-    with pytest.raises(AssertionError, match="copies on the own node|are not one copy each"):
+    with pytest.raises(AssertionError):
         check(("a", "a", "b", "b"), wrong)

