@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.checkpoint.files.manifest import Name, PartDamage
+from orchestrator.checkpoint.files.manifest import Name, PartDamage, damaged
 from orchestrator.checkpoint.files.part_file import write_part
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
@@ -40,7 +39,7 @@ def commit_parts(store: RunStore, at: StateKey, layout: Layout, run_id: str = ""
 
 
 def read_state(store: RunStore, name: str) -> dict[Name, bytes]:
-    """All tensors of a point, whole. Raises `ResumePointError` if it is damaged."""
+    """All tensors of a point, whole. Raises `DamagedPointError`."""
     manifest = CommittedFiles(store.storage).manifest(name)
     held = {(each.group, each.name): bytearray(each.num_rows * each.row_bytes) for each in STATE}
     wanted = {
@@ -52,5 +51,5 @@ def read_state(store: RunStore, name: str) -> dict[Name, bytes]:
     try:
         PointReader(store.storage, manifest).read(wanted)
     except PartDamage as error:
-        raise ResumePointError(str(error)) from error
+        raise damaged(name, error) from error
     return {each: bytes(memory) for each, memory in held.items()}

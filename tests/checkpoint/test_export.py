@@ -24,7 +24,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.checkpoint.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 from tests.checkpoint.files.samples import byte_of
-from tests.raising import raises
+from tests.raising import exits, raises
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2" / "example"
 NEWEST = "00000010-a0003-g0001"
@@ -165,7 +165,7 @@ def test_an_export_that_is_cut_off_anywhere_has_no_marker_and_no_name(
             nonlocal calls
             calls += 1
             if calls == at:
-                raise StorageError("cut off")
+                raise StorageError("cut off", code="test.cut_off")
             return super()._try(what, full, action)
 
     monkeypatch.setattr(exporting, "Storage", lambda root: Storage.on(Cut(root)))
@@ -174,7 +174,7 @@ def test_an_export_that_is_cut_off_anywhere_has_no_marker_and_no_name(
     assert calls
     for at in range(1, calls + 1):  # noqa: B007  the class reads it
         calls = 0
-        with pytest.raises(StorageError, match="cut off"):
+        with raises(StorageError, "test.cut_off"):
             export_point(store, point.name, tmp_path / "out")
         assert sorted(each.name for each in tmp_path.iterdir()) in (["run", "whole"], ["out", "run", "whole"])
         if (tmp_path / "out").exists():  # only the name was not known to be durable
@@ -212,7 +212,7 @@ def test_the_folder_comes_last_and_a_points_name_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
+    with exits(2):
         main(["export", str(EXAMPLE), *words])
     assert "RUN POINT OUT" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -128,7 +128,7 @@ def test_wrong_bytes_in_one_place_are_read_from_the_other_and_in_both_they_are_d
     for node in "abc":
         (damage,) = disks.store(node).verify_point(name)
         assert damage.file.startswith("state/00002-")
-        with pytest.raises(ResumePointError, match="00002"):
+        with raises(ResumePointError, "point.damaged", "00002"):
             read_state(disks.store(node), name)
 
 

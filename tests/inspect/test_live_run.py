@@ -25,7 +25,7 @@ from orchestrator.storage.files import Storage
 from tests.inspect.live_run import READS, ROOT, LiveRun, Paused, reader
 from tests.inspect.trained_run import TrainedRun
 from tests.launch.runner import Runner
-from tests.raising import raises
+from tests.raising import exits, raises
 from tests.storage.crashfs import ModelDisk
 
 
@@ -155,7 +155,7 @@ def test_damage_of_a_run_ends_the_command_with_1(
 ) -> None:
     name = runner.launch().point_name
     (runner.folder / "points" / name / "cursor.json").unlink()
-    with pytest.raises(SystemExit, match="1"):
+    with exits(1):
         cli.main(["verify", str(runner.folder)])
     assert "cursor.json is missing" in capsys.readouterr().out
 

@@ -27,6 +27,7 @@ from tests.checkpoint.samples import cursor, key, write_vote
 from tests.conftest import TinyConfig
 from tests.inspect.watched_attempt import Attempt
 from tests.launch.runner import Runner
+from tests.raising import exits
 
 SHORT_S = 0.05
 
@@ -120,7 +121,7 @@ def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(
     names = [runner.launch().point_name for _ in range(4)]
     for commit in (runner.folder / "points").glob("*/COMMIT"):
         commit.unlink()
-    with pytest.raises(SystemExit, match="1"):
+    with exits(1):
         cli.main(["status", str(runner.folder)])
     first, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{runner.folder}: stopped: asked to; missing or damaged in its folder: ")
@@ -168,7 +169,7 @@ def test_a_look_that_does_not_reach_back_to_the_beginning_promises_no_beginning(
     begun = Run(runner.folder).status(SHORT_S).verdict
     assert begun.endswith("start the same command again: it continues from the beginning")
     attempt.steps(11, 200)
-    with pytest.raises(SystemExit, match="1"):
+    with exits(1):
         cli.main(["status", str(runner.folder), "--json"])
     view = json.loads(capsys.readouterr().out)
     assert view["verdict"].endswith(

@@ -21,7 +21,7 @@ from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
 from tests.launch.runner import Runner, rewind
-from tests.raising import raises
+from tests.raising import exits, raises
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_who_pins_a_pinned_point_hears_whose_pin_and_reason_hold(
     runner, _, (_, second) = rewound
     pin = Run(runner.folder).pin(second, "figure 3")
     for why, said in (("figure 3", "is pinned by"), ("figure 4", "was pinned before, by")):
-        with pytest.raises(SystemExit, match="0"):
+        with exits(0):
             cli.main(["pin", str(runner.folder), second, "--why", why])
         out = capsys.readouterr().out
         assert f"{second} {said} {pin.by}" in out
@@ -93,7 +93,7 @@ def test_who_gives_back_the_pin_of_a_fork_hears_what_that_means_for_it(
     run, fork = Run(runner.folder), runner.folder.parent / "mine"
 
     def unpin() -> str:
-        with pytest.raises(SystemExit, match="0"):
+        with exits(0):
             cli.main(["unpin", str(runner.folder), second])
         return capsys.readouterr().out
 
@@ -185,7 +185,7 @@ def test_the_commands_say_what_they_did(
     runner, history, (first, second) = rewound
 
     def said(*words: str) -> str:
-        with pytest.raises(SystemExit, match="0"):
+        with exits(0):
             cli.main([words[0], str(runner.folder), *words[1:]])
         return capsys.readouterr().out
 
@@ -201,7 +201,7 @@ def test_the_commands_say_what_they_did(
         "nothing may go: every resume point belongs to the history, and retention keeps it\n"
     )
     assert said("unpin", history[0]) == f"{history[0]} is no longer pinned\n"
-    with pytest.raises(SystemExit, match="2"):
+    with exits(2):
         cli.main(["points", str(runner.folder), "--dry-run"])
 
 

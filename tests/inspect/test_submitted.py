@@ -43,7 +43,7 @@ def test_a_launch_that_is_refused_says_so_wherever_it_is_asked(tiny_config: Any)
     config = parse_config(tiny_config(ON_GPUS))
     run = orchestrator.submit(config)
     assert run.status().state in ("starting", "failed")
-    with pytest.raises(ResourceError, match="GPU") as refused:
+    with raises(ResourceError, "cluster.too_small", "GPU") as refused:
         run.wait()
     view = run.watch()
     assert (view.state, view.alive) == ("failed", False)

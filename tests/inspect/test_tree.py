@@ -12,6 +12,7 @@ from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.lineage import AttemptFacts, tree_lines
 from tests.launch.runner import Runner, damage_weights
+from tests.raising import exits
 
 
 def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
@@ -25,7 +26,7 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
     fork = run.fork(runner.folder.parent / "mine", first.point_name)
     damage_weights(runner.folder, third)
     pin = run._store.pins()[first.point_name]
-    with pytest.raises(SystemExit, match="1"):  # a point is damaged
+    with exits(1):  # a point is damaged
         cli.main(["points", str(runner.folder), "--tree", "--verify"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == [

@@ -20,7 +20,7 @@ from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
 from tests.folders import files
 from tests.launch.runner import Runner, rewind
-from tests.raising import raises
+from tests.raising import exits, raises
 from tests.storage.failing import FailingDisk
 
 
@@ -42,10 +42,10 @@ def test_a_point_that_lost_its_commit_is_damaged_for_all_and_removed_by_no_start
         run = orchestrator.open(runner.folder)
         shown = [(row["name"], row["healthy"], row["reason"]) for row in run.list_points()]
         assert shown == [(older, None, ""), (newer, False, "COMMIT is missing")]
-        with pytest.raises(SystemExit, match="1"):
+        with exits(1):
             main(["verify", str(runner.folder)])
         assert f"{newer}: damaged\n  COMMIT is missing\n" in capsys.readouterr().out
-        with pytest.raises(SystemExit, match="1"):
+        with exits(1):
             main(["verify", str(runner.folder), newer])
         assert attempt is None or attempt.found.leftovers == ()
     assert files(runner.folder / "points" / newer) == whole

@@ -17,6 +17,7 @@ from orchestrator.history.claims.liveness import beating
 from orchestrator.launch.branch import temporary_runs as scratches
 from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
+from tests.raising import exits
 
 KILLED = """
 import os, signal, orchestrator
@@ -59,7 +60,7 @@ def one_that_holds(run: Path) -> Iterator[Path]:
 
 
 def errors_of(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit, match="0"):
+    with exits(0):
         main(command)
     return capsys.readouterr().err
 

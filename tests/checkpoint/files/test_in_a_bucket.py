@@ -46,8 +46,10 @@ def test_a_process_writes_into_a_bucket_what_any_layout_reads_there(bucket: Stor
             rows, memory = held[whole.group, whole.name]
             assert memory == bytes_of(whole)[rows.start * whole.row_bytes : rows.stop * whole.row_bytes]
     bucket.delete(f"points/{POINT}/{written.entry.path}")
-    with pytest.raises(PartDamage, match="is missing"):
+    with pytest.raises(PartDamage) as missing:
         PointReader(bucket, manifest).check(written.entry.path)
+    assert missing.value.file == written.entry.path
+    assert isinstance(missing.value.__cause__, FileNotFoundError)
 
 
 def test_a_bucket_that_is_not_there_is_said_by_the_process(bucket: Storage, tmp_path: Path) -> None:
