@@ -29,7 +29,7 @@ from tests.checkpoint.samples import write_vote
 from tests.folders import files
 from tests.inspect.trained_run import TrainedRun, made_in
 from tests.launch.runner import Runner, damage_weights, newest_attempt
-from tests.raising import raises
+from tests.raising import exits, raises
 
 
 class Forked(Runner):
@@ -111,7 +111,7 @@ def test_who_gives_the_pin_back_hears_of_every_fork_that_still_needs_the_point(
     with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file():
         Run(runner.folder).fork(cut_off.folder, first.point_name)
     shutil.rmtree(cut_off.folder / "points")  # and before that
-    with pytest.raises(SystemExit, match="0"):
+    with exits(0):
         cli.main(["unpin", str(runner.folder), first.point_name])
     _, was, still = capsys.readouterr().out.split("; it ")
     assert was.startswith(f"was the parent of fork {made.folder}, which has resume points of its own")
@@ -270,7 +270,7 @@ def test_no_new_run_lies_inside_a_run(
 ) -> None:
     runner, (first, _) = trained
     before, folder = files(runner.folder), runner.folder / inside.format(point=first.point_name)
-    with pytest.raises(SystemExit, match="2"):
+    with exits(2):
         cli.main(["fork", str(runner.folder), str(folder), "--at", "latest", "--yes"])
     told = capsys.readouterr().err
     assert f"{folder} would lie inside the run {runner.folder}" in told
@@ -315,7 +315,7 @@ def test_a_point_that_is_damaged_or_gone_is_a_refusal_of_who_asks_for_it(
     runner.store.delete_point(second.point_name)
     fork = Forked(runner)
     for name in (first.point_name, second.point_name, "latest"):
-        with pytest.raises(SystemExit, match="2"):
+        with exits(2):
             cli.main(["fork", str(runner.folder), str(fork.folder), "--at", name, "--yes"])
     assert "damaged" in capsys.readouterr().err
     for name in (first.point_name, second.point_name, "00000011-a0001-g0001"):
@@ -364,24 +364,24 @@ def test_the_command_makes_a_fork_only_when_it_is_told_to(
     runner, (_, second) = trained
     fork = Forked(runner)
 
-    def run(code: str, *words: str) -> tuple[str, str]:
-        with pytest.raises(SystemExit, match=code):
+    def run(code: int, *words: str) -> tuple[str, str]:
+        with exits(code):
             cli.main(["fork", str(runner.folder), str(fork.folder), *words])
         return tuple(capsys.readouterr())
 
-    out, err = run("2", "--at", "latest")
+    out, err = run(2, "--at", "latest")
     assert f"would be a run of its own that begins with {second.point_name} of {runner.folder}" in out
-    assert "give exactly one of --at, --step, --samples, --tokens; none is given" in run("2", "--yes")[1]
+    assert "give exactly one of --at, --step, --samples, --tokens; none is given" in run(2, "--yes")[1]
     assert "nothing is changed" in err
     assert not fork.folder.exists()
     assert not runner.store.pins()
-    out, _ = run("0", "--tokens", "5120", "--yes", "--json")
+    out, _ = run(0, "--tokens", "5120", "--yes", "--json")
     assert (json.loads(out)["done"], json.loads(out)["point"]) == (True, second.point_name)
-    out, _ = run("0", "--at", second.point_name, "--yes")
+    out, _ = run(0, "--at", second.point_name, "--yes")
     assert "it exists already" in out
     assert "forked" not in out
     fork = Forked(runner, "third")
-    out, _ = run("0", "--at", second.point_name, "--yes")
+    out, _ = run(0, "--at", second.point_name, "--yes")
     said = f"forked: {fork.folder} begins with {second.point_name} of {runner.folder}, where it is pinned"
     assert out.splitlines()[-1] == said
 

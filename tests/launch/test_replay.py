@@ -22,7 +22,7 @@ from orchestrator.history.journal.line_format import FIRST, EventKind, line_byte
 from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
 from tests.folders import contents
-from tests.raising import raises
+from tests.raising import exits, raises
 from tests.torchrun.ranks import Ranks
 from tests.trainer.losses import loss_sum
 
@@ -132,7 +132,7 @@ def test_a_record_that_does_not_come_out_again_is_the_first_difference(
 def test_what_cannot_be_replayed_is_refused_with_the_reason(
     example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with exits(2):
         main(["replay", str(example)])
     assert "give exactly one of --step, --tokens; none is given" in capsys.readouterr().err
     run = orchestrator.open(example)

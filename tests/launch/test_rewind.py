@@ -24,7 +24,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.folders import files
 from tests.launch.runner import Runner, damage_weights
-from tests.raising import raises
+from tests.raising import exits, raises
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_what_is_beyond_the_end_is_refused_also_where_the_run_stands_at_its_end(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner, _ = trained
-    with pytest.raises(SystemExit, match="2"):
+    with exits(2):
         cli.main(["rewind", str(runner.folder), "--step", "5000", "--yes"])
     assert "step 5,000: the run's history goes from step 1 " in capsys.readouterr().err
 
@@ -229,27 +229,27 @@ def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
     runner, (first, second, _) = trained
     before = files(runner.folder)
 
-    def run(code: str, *words: str) -> tuple[str, str]:
-        with pytest.raises(SystemExit, match=code):
+    def run(code: int, *words: str) -> tuple[str, str]:
+        with exits(code):
             cli.main(["rewind", str(runner.folder), *words])
         return tuple(capsys.readouterr())
 
-    out, err = run("2", "--to", first.point_name)
+    out, err = run(2, "--to", first.point_name)
     assert "would set aside 20 steps, 11 to 30" in out
     assert "rewound" not in out
     assert "nothing is changed: there is no terminal to ask on; give --yes to rewind the run" in err
-    out, _ = run("2", "--step", "25", "--json")
+    out, _ = run(2, "--step", "25", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (second.point_name, False)
     for words in ([], ["--step", "10", "--to", first.point_name]):
         given = "--to and --step are given" if words else "none is given"
         told = f"give exactly one of --to, --step, --samples, --tokens; {given}"
-        assert told in run("2", *words, "--yes")[1]
+        assert told in run(2, *words, "--yes")[1]
     assert files(runner.folder) == before
-    out, _ = run("0", "--step", "25", "--yes")
+    out, _ = run(0, "--step", "25", "--yes")
     said = f"rewound: {runner.folder} ends at {second.point_name} now (step 20); 10 steps set aside"
     assert out.splitlines()[-1] == said
-    assert "rewound" not in run("0", "--step", "20", "--yes")[0], "it stands there already"
-    out, _ = run("0", "--tokens", "2560", "--yes", "--json")
+    assert "rewound" not in run(0, "--step", "20", "--yes")[0], "it stands there already"
+    out, _ = run(0, "--tokens", "2560", "--yes", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (first.point_name, True)
     assert runner.plan().point == first.point_name
     kinds = [event.kind for event in read_journal(runner.store.storage).events if event.attempt == 5]

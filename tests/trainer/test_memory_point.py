@@ -291,8 +291,9 @@ def test_a_copy_that_is_cut_off_is_on_no_list_and_the_sealed_one_is():
         link = group.points[0]._link
         group.step()  # seals step 1, and begins step 2
         end_of(link, 0)
-        with pytest.raises(GenerationEnded, match="memory points do not reach their neighbours"):
+        with pytest.raises(GenerationEnded) as ended:
             group.points[0].check()
+        assert str(link.failure) in str(ended.value)
         group.leave()
         assert ends
         there = {(h.key.step, h.shard) for h in group.points[1].holdings() if h.source is Source.NEIGHBOUR}
@@ -314,8 +315,9 @@ def test_what_was_lent_outlives_its_owner_and_is_gone_when_that_writes_over_it()
         assert {h.key for h in keeper.holdings() if h.shard == 1} == {old, new}
         _, number = owner._slots.place_of(old, 1)
         owner._marks.renew(number)
-        with pytest.raises(GenerationEnded, match="the copy of shard 1 of .* was overwritten by its owner"):
+        with pytest.raises(GenerationEnded) as ended:
             keeper.copy_of(old, 1)
+        assert f" shard 1 of {old} " in str(ended.value)
         assert {h.key for h in keeper.holdings() if h.shard == 1} == {new}
         group.points.remove(owner)
         owner.close()

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "interruptible"  # torch's name for `InterruptibleGloo`
 GRACE_S = 1.0  # time for gloo to fail by itself after its connections were shut down, and to report which one
+# The text of the error for a wait that does not end by itself
+KEEPS_WAITING = "the generation is over, and gloo keeps waiting"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 
 
@@ -76,7 +78,7 @@ class Interruptible:
         wait((ended, self._cut), return_when=FIRST_COMPLETED)
         wait((ended,), timeout=GRACE_S)
         if not ended.done():
-            raise RuntimeError("the generation is over, and gloo keeps waiting")
+            raise RuntimeError(KEEPS_WAITING)
         return ended.result()
 
     def register(self) -> None:
