@@ -10,6 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.optimizer_fields import (
+    adamw_only_problem,
+    group_optimizer_problem,
+    optimizer_args_problem,
+)
 from orchestrator.config.problems import MISSING, show, written
 from orchestrator.config.sections import BUILT_IN, FUNCTION
 from orchestrator.config.text import Path, Problem, Reading, value_at
@@ -278,6 +283,26 @@ def _objective_args(arguments: dict[str, Any], objective: str) -> _Wrong | None:
     return None
 
 
+def _optimizer_args(arguments: dict[str, Any], optimizer: str) -> _Wrong | None:
+    found = optimizer_args_problem(arguments, optimizer)
+    return None if found is None else _Wrong(*found)
+
+
+def _betas(betas: Any, optimizer: str, groups: list[Any]) -> _Wrong | None:
+    found = adamw_only_problem(list(betas), [0.9, 0.95], optimizer, groups)
+    return None if found is None else _Wrong(*found)
+
+
+def _eps(eps: float, optimizer: str, groups: list[Any]) -> _Wrong | None:
+    found = adamw_only_problem(eps, 1e-8, optimizer, groups)
+    return None if found is None else _Wrong(*found)
+
+
+def _param_groups(groups: list[Any], optimizer: str) -> _Wrong | None:
+    found = group_optimizer_problem(groups, optimizer)
+    return None if found is None else _Wrong(*found)
+
+
 def _range(num_workers: int | list[int]) -> _Wrong | None:
     if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
         return None
@@ -406,6 +431,10 @@ _RULES = (
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
     _Between(fields=("train.objective_args", "train.objective"), check=_objective_args),
+    _Between(fields=("train.optimizer_args", "train.optimizer"), check=_optimizer_args),
+    _Between(fields=("train.betas", "train.optimizer", "train.param_groups"), check=_betas),
+    _Between(fields=("train.eps", "train.optimizer", "train.param_groups"), check=_eps),
+    _Between(fields=("train.param_groups", "train.optimizer"), check=_param_groups),
     _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
     _Between(fields=("train.compile", "train.parallel"), check=_of_blocks),
     _Between(fields=("train.activation_checkpointing", "train.parallel"), check=_of_blocks),

@@ -134,6 +134,10 @@ class ResumeConfig(Section):
     ] = "latest"
     """Point to resume from: `latest`, or a name; an older one rewinds the run. The folder of another run's
     point begins a new run with it (a fork)."""
+    optimizer: Annotated[Literal["keep", "reset"], may_change("keep or reset")] = "keep"
+    """`reset`: where the job has another optimizer than the point, its state begins anew; `keep`: such a
+    resume is refused.
+    """
     accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 

@@ -5,6 +5,7 @@ A declaration states what a resume may do with the field, and what messages say 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
@@ -265,6 +266,7 @@ class ModelConfig(Section):
 
 
 BUILT_IN = "causal_lm"  # the objective that needs no plug-in
+OptimizerName = Literal["adamw", "muon", "lion", "adafactor", "sgd"]
 
 
 class ShardsConfig(Section):
@@ -274,6 +276,31 @@ class ShardsConfig(Section):
     """Workers that hold the state together."""
     replicate: Annotated[int, Field(ge=1)]
     """How many times they hold it, with all workers there."""
+
+
+def _regex(pattern: str) -> str:
+    """Returns the pattern. Raises `ValueError` if it is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern} is no regular expression: {error}") from error
+    return pattern
+
+
+class ParamGroupConfig(Section):
+    """One entry of `train.param_groups`: trained parameters whose name has a match of `match`."""
+
+    match: Annotated[str, AfterValidator(_regex), may_change("a regular expression", min_length=1)]
+    """A regular expression; a parameter belongs to the entry if it is found anywhere in its name."""
+    lr_scale: Annotated[float, may_change("a number > 0", gt=0)] = 1.0
+    """Factor of the learning rate."""
+    weight_decay: Annotated[float | None, may_change("a number >= 0, or null", ge=0)] = None
+    """Weight decay; null: as without the entry."""
+    optimizer: Annotated[
+        OptimizerName | FunctionName | None,
+        may_change("adamw, muon, lion, adafactor, sgd, package.module:name or null"),
+    ] = None
+    """Another optimizer, with its default arguments; null: as without the entry."""
 
 
 class TrainConfig(Section):
@@ -322,6 +349,24 @@ class TrainConfig(Section):
     """Steps of linear warm-up, turned into tokens when first given."""
     decay_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
     """Steps of the decay at the end (`wsd` only), turned into tokens when first given."""
+    optimizer: Annotated[
+        OptimizerName | FunctionName,
+        may_change("adamw, muon, lion, adafactor, sgd or package.module:name"),
+    ] = "adamw"
+    """How weights change; `muon`: Muon for matrices of the model's blocks, AdamW for the rest;
+    `package.module:name`: a plug-in (docs/howto/optimizers.md). A resume with another one needs
+    `resume.optimizer: reset`.
+    """
+    optimizer_args: Annotated[dict[str, Any], may_change("a mapping of arguments")] = Field(
+        default_factory=dict
+    )
+    """Keyword arguments of the optimizer (AdamW's are `betas`, `eps` and `weight_decay` here)."""
+    param_groups: Annotated[
+        tuple[ParamGroupConfig, ...], may_change("a list of {match, lr_scale, weight_decay, optimizer}")
+    ] = ()
+    """Parameters with a learning rate, weight decay or optimizer of their own, by a regular expression of
+    their names; each entry must match some, and no parameter may match two.
+    """
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
         may_change("two numbers >= 0 and < 1, e.g. [0.9, 0.95]"),
@@ -330,7 +375,7 @@ class TrainConfig(Section):
     eps: Annotated[float, may_change("a number > 0", gt=0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, may_change("a number >= 0", ge=0)] = 0.1
-    """AdamW's weight decay."""
+    """Weight decay of tensors of two and more dimensions, for any optimizer that has one."""
     max_grad_norm: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = 1.0
     """Gradients are clipped to this norm; null: never."""
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0

@@ -215,7 +215,10 @@ class _Trainer:
             self._end_of_data, self._evaluated = False, view.evaluated
             self._membership.phase(LOAD)
             sources = StateSources(
-                files=self._files, copies=self._memory, loading=self._membership.loading
+                files=self._files,
+                copies=self._memory,
+                loading=self._membership.loading,
+                reset_optimizer=self._job.resume.optimizer == "reset",
             )
             digest, warm = self._job.config_digest, self._has_stepped
             self._all_warm = sync_state(
@@ -310,6 +313,8 @@ class _Trainer:
         terms, norm = self._reduce(view, batch, units, place)
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
+        if units:
+            self._state.prepare(lr)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         contribution = self._contribution(view, batch, terms, norm)
         self._step_began = time.monotonic()

@@ -243,6 +243,12 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.max_steps=null", NO_STOP, ["train.schedule", "cosine", "train.schedule=constant"]),
         ("train.schedule=wsd", MISSING, ["train.schedule is wsd", "train.decay_steps"]),
         ("train.decay_steps=5", CONFLICT, ["train.schedule is cosine", "train.decay_steps=5", "wsd"]),
+        ("train.optimizer=adam", VALUE, ["'adam'", "adamw, muon, lion, adafactor, sgd", "adamw?"]),
+        ("train.optimizer_args={momentum: 0.9}", UNKNOWN, ["'momentum'", "adamw takes none", "train.betas"]),
+        ("train.param_groups=[{match: 'a('}]", VALUE, ["'a('", "a regular expression"]),
+        ("train.param_groups=[{match: a, lr_scale: 0}]", RANGE, ["0", "a number > 0"]),
+        ("train.param_groups=[{match: a, optimizer: 'a:b'}]", CONFLICT, ["a:b", "train.optimizer=adamw"]),
+        ("resume.optimizer=new", VALUE, ["'new'", "keep or reset"]),
         ("data.window_bytes=5", CONFLICT, ["is 5", "data.fragment_bytes=2097152"]),
         ("data.sources=[]", VALUE, ["data.sources", "[];", "a list of"]),
         ("data.sources.0.format=json", VALUE, ["sources.0.format", "'json'", "jsonl, lines, text, parquet,"]),
@@ -282,6 +288,40 @@ def test_a_refusal_of_fields_that_do_not_go_together_names_both(
 ) -> None:
     with raises(ConfigError, CONFLICT, *values):
         load_config(QUICKSTART, [f"train.{override}" for override in overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "values"),
+    [
+        (("optimizer=lion", "betas=[0.9, 0.99]"), CONFLICT, ["train.betas is [0.9, 0.99]", "optimizer=lion"]),
+        (("optimizer=sgd", "eps=1e-6"), CONFLICT, ["train.eps is 1e-06", "train.optimizer=sgd"]),
+        (("optimizer=a.b:C", "eps=1e-6"), CONFLICT, ["train.eps is 1e-06", "train.optimizer=a.b:C"]),
+        (("optimizer=sgd", "optimizer_args={momentum: 1.5}"), VALUE, ["momentum=1.5", "a number >= 0"]),
+        (("optimizer=sgd", "optimizer_args={nesterov: true}"), CONFLICT, ["nesterov=true", "momentum=0"]),
+        (("optimizer=muon", "optimizer_args={ns_steps: 0}"), VALUE, ["ns_steps=0", "from 1 to 99"]),
+        (("optimizer=muon", "optimizer_args={adjust_lr_fn: x}"), VALUE, ["'x'", "match_rms_adamw or"]),
+        (("optimizer=adafactor", "optimizer_args={eps: 1}"), VALUE, ["eps=1", "two numbers"]),
+        (("optimizer=lion", "optimizer_args={betas: [1, 2]}"), VALUE, ["betas=[1, 2]", "< 1"]),
+        (("optimizer=lion", "optimizer_args={beta: 1}"), UNKNOWN, ["'beta'", "lion takes betas"]),
+    ],
+)
+def test_arguments_that_an_optimizer_does_not_have_are_refused_by_name(
+    overrides: tuple[str, ...], code: str, values: list[str]
+) -> None:
+    with raises(ConfigError, code, *values):
+        load_config(QUICKSTART, [f"train.{override}" for override in overrides])
+
+
+def test_arguments_of_optimizers_are_taken() -> None:
+    for overrides in (
+        ("optimizer=muon", "betas=[0.8, 0.9]", "eps=1e-6", "optimizer_args={momentum: 0.9, ns_steps: 6}"),
+        ("optimizer=adafactor", "optimizer_args={eps: [null, 1e-3], d: 2, beta2_decay: -0.5}"),
+        ("optimizer=sgd", "optimizer_args={momentum: 0.9, nesterov: true}"),
+        ("optimizer=lion", "betas=[0.8, 0.9]", "param_groups=[{match: norm, optimizer: adamw}]"),
+        ("optimizer=a.b:C", "optimizer_args={anything: [1]}", "param_groups=[{match: x, optimizer: a.b:C}]"),
+    ):
+        config = load_config(QUICKSTART, [f"train.{override}" for override in overrides])
+        assert parse_config(config.to_json()) == config
 
 
 def test_what_other_trainers_call_our_fields_leads_to_fields_that_exist_and_hides_none() -> None:
@@ -479,6 +519,7 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
     decisive = (
         *("resume.from", "resume.data", "resume.skip_steps", "resume.skip_samples"),
         *("resume.restart_sources", "resume.accept_changed", "data.max_bad_share"),
+        "resume.optimizer",
     )
     assert {rules[p] for p in decisive} == {"may_change"}, "they decide what is trained, or whether"
     loose = ("cluster.", "monitor.", "resume.")

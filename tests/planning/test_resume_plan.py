@@ -328,3 +328,56 @@ def test_a_plan_keeps_the_error_code_of_each_refusal():
     assert (refused.refusal.code, refused.refusal.exit_code) == (CHANGED_SETTING, 2)
     assert str(refused.refusal) == "\n".join(refused.refusals)
     assert resumed().refused([], "unused") == resumed()
+
+
+def optimized(**changes):
+    """The point's flat configuration with another optimizer."""
+    return {**BEFORE.flat(), **{f"train.{name}": value for name, value in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("old", "overrides", "values"),
+    [
+        ({}, ["train.optimizer=muon"], ["adamw after 55 steps", "muon"]),
+        (
+            {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}},
+            ["train.optimizer=sgd"],
+            ["sgd with momentum", "sgd without momentum"],
+        ),
+        (
+            {},
+            ["train.param_groups=[{match: norm, optimizer: sgd}]"],
+            ["adamw after", "adamw, sgd for norm"],
+        ),
+    ],
+)
+def test_another_optimizer_needs_a_reset_and_both_are_named(old, overrides, values):
+    refused = decide(job(*overrides), POINT, optimized(**old))
+    assert (refused.action, refused.codes) == ("refuse", ("resume.changed_optimizer",))
+    (text,) = refused.refusals
+    assert all(value in text for value in [*values, "resume.optimizer=reset"]), text
+    found = decide(job(*overrides, "resume.optimizer=reset"), POINT, optimized(**old))
+    assert found.action == "resume"
+    (note,) = [note for note in found.notes if "optimizer" in note]
+    assert all(value in note for value in values), note
+
+
+def test_what_keeps_the_optimizers_state_may_change_without_a_reset():
+    for overrides in (
+        ["train.weight_decay=0.2", "train.betas=[0.8, 0.9]"],
+        ["train.param_groups=[{match: norm, lr_scale: 0.5}]"],
+        ["resume.optimizer=reset"],
+    ):
+        found = resumed(*overrides)
+        assert found.action == "resume"
+        assert not [note for note in found.notes if "begins anew" in note]
+    momentum = {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}}
+    asked = job("train.optimizer=sgd", "train.optimizer_args={momentum: 0.8}")
+    assert decide(asked, POINT, optimized(**momentum)).action == "resume"
+
+
+def test_a_point_of_a_version_without_optimizers_is_one_of_adamw():
+    new = ("train.optimizer", "train.optimizer_args", "train.param_groups", "resume.optimizer")
+    old = {path: value for path, value in BEFORE.flat().items() if path not in new}
+    assert decide(job(), POINT, old).action == "resume"
+    assert decide(job("train.optimizer=lion"), POINT, old).codes == ("resume.changed_optimizer",)

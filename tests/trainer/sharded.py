@@ -130,6 +130,7 @@ def train_steps(
         assert terms.loss is not None
         losses.append(terms.loss / 2**24 / batch.step_targets)
         norms.append(gradient.clip(job.train.max_grad_norm))
+        state.prepare(job.train.lr)
         state.apply(job.train.lr, num_units=1)
         cursor = batch.cursor
     return losses, norms

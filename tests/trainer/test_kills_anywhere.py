@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ OWN = {
 class Case:
     """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
     all ranks are there, so that a neighbour borrows the copies; else each is on one of its own. `objective`:
-    a plug-in; None: the built-in one.
+    a plug-in; None: the built-in one. `optimizer`: that of the run.
     """
 
     layout: str
@@ -71,6 +72,7 @@ class Case:
     who: str
     node: str | None = None
     objective: str | None = None
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         where = f" on {self.node}" if self.node else ""
@@ -82,6 +84,7 @@ class Case:
         every = None if self.phase == "losing" else SAVED
         parallel = LAYOUTS.get(self.layout, REPLICATE)
         changes = {} if self.objective is None else {"train__objective": self.objective}
+        changes["train__optimizer"] = self.optimizer
         return job_of(parallel, train__numerics=numerics, resume__every_steps=every, **changes)
 
     @property
@@ -124,12 +127,21 @@ PLUG_INS = [
     for case in CASES
     if case.phase == "step" and case.who in (ONE, ALL, COORDINATOR) and case.layout != DDP
 ]
+OPTIMIZERS = [
+    replace(case, optimizer=optimizer)
+    for optimizer in ("muon", "adafactor")
+    for case in CASES
+    if case.phase in ("step", "losing") and case.who in (ONE, ALL) and case.layout != DDP
+]
 IN_EVERY_TEST = {
     Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
     Case(layout="fsdp2", phase="losing", place="state_half_received", who=ONE),
     Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
     Case(layout="replicate", phase="step", place="gradient_done", who=ALL, objective=WITH_METRICS),
     Case(layout="fsdp2", phase="step", place="applied", who=ONE, objective=WITH_METRICS),
+    Case(layout="replicate", phase="step", place="applied", who=ALL, optimizer="muon"),
+    Case(layout="hsdp", phase="step", place="summary_received", who=ONE, optimizer="muon"),
+    Case(layout="fsdp2", phase="step", place="gradient_done", who=ONE, optimizer="adafactor"),
 }
 
 
@@ -326,7 +338,7 @@ def test_every_cell_of_the_table_has_a_case() -> None:
         for phase in PHASES:
             for who in (ONE, NEIGHBOURS, ALL, COORDINATOR):
                 assert any((c.layout, c.phase, c.who) == (layout, phase, who) for c in CASES)
-    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS})
+    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS, *OPTIMIZERS})
 
 
 @pytest.fixture(scope="module")
@@ -358,3 +370,49 @@ def test_a_kill_changes_neither_losses_nor_metrics_of_a_plug_in_objective(
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
     assert_no_more_is_lost_than_promised(kill)
+
+
+@pytest.fixture(scope="module")
+def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch]:
+    """`exact` with another optimizer."""
+
+    @cache
+    def run(optimizer: str) -> Launch:
+        job = job_of(REPLICATE, train__numerics="invariant", train__optimizer=optimizer)
+        return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
+
+    return run
+
+
+@pytest.mark.quick(
+    "hsdp, one rank, step: summary_received, muon",
+    "fsdp2, one rank, step: gradient_done, adafactor",
+    "replicate, all ranks, step: applied, muon",
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=f"{c}, {c.optimizer}", marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos)
+        for c in OPTIMIZERS
+    ],
+)
+def test_a_kill_changes_no_bit_of_an_optimizer_that_steps_whole_parameters(
+    tmp_path: Path, calm: Any, exact_of: Callable[[str], Launch], case: Case
+) -> None:
+    kill = Kill(case, tmp_path)
+    launch = kill.run(tmp_path)
+    found, exact = history(launch), exact_of(case.optimizer)
+    one = sorted(exact.records.values(), key=lambda record: record.step)
+    assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
+    digest = launch.last_point().state_digest
+    if case.layout == "replicate":
+        assert [(r.loss, r.grad_norm) for r in found] == [(r.loss, r.grad_norm) for r in one]
+        assert digest == exact.last_point().state_digest
+    else:
+        layout = "hsdp" if case.layout == "hsdp" else SHARD
+        losses, expected = calm(layout, worlds_of(launch), train__optimizer=case.optimizer)
+        assert [r.loss for r in found] == losses
+        assert digest == expected
+    assert [r.loss for r in found] == pytest.approx([r.loss for r in one], rel=1e-3)
+    assert_no_more_is_lost_than_promised(kill)
+    assert read_back(launch.storage, case.job.model, case.job.train) >= 1

@@ -34,7 +34,7 @@ from orchestrator.records.points import Damage, DamagedPointError, FileEntry, Sa
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 
-MODEL, OPTIMIZER = "model", "optimizer"  # groups of tensors
+MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # groups of tensors
 Name = tuple[str, str]  # group and name of a tensor
 
 

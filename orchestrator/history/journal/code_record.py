@@ -1,4 +1,4 @@
-"""Records the code of a user's functions (model, objective), and reports what has changed since.
+"""Records the code of a user's functions (model, objective, optimizer), and reports what has changed since.
 
 Files are found and read without importing them. A change is reported, not refused.
 """
@@ -51,7 +51,7 @@ def functions_of(job: JobConfig) -> dict[str, str]:
     """The fields of a configuration that name a user's function, with their values."""
     train = job.train
     named = {"model.factory": job.model.factory, "train.objective": train.objective}
-    named["train.objective_units"] = train.objective_units
+    named |= {"train.objective_units": train.objective_units, "train.optimizer": train.optimizer}
     return {field: path for field, path in named.items() if path is not None and ":" in path}
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.planning.state.memory import (
     ModelSize,
+    OptimizerSize,
     WorkerMemory,
     layout_text,
     memory_every_steps,
+    optimizer_size,
     worker_memory,
 )
 from orchestrator.planning.state.state_layout import Layout, layout_of
@@ -26,7 +28,6 @@ _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
 _CUDA_BYTES = 256 << 20  # the minimum that CUDA and its libraries take of a GPU for one process
 _TOKENIZER_OBJECT_BYTES = 16 << 20
 _TOKEN_BYTES = 4  # of a token that the feeder holds
-_POINT_COPIES = 3  # weights and AdamW's two moments
 # Dense models with the three matrices of a gated feed-forward in every layer, and transformers' defaults for
 # each model, as far as they differ from: a separate LM head, heads of hidden_size / num_attention_heads, no
 # shared heads.
@@ -86,14 +87,14 @@ def needs_of(
     held = memory_in(job, layout)
     points = _memory_points(job, layout, held, one_machine)
     copies = held.staged + points
-    of_state = _state_text(size, dtype_bytes, layout, held) if parameters else ""
+    of_state = _state_text(job, size, layout, held) if parameters else ""
     in_memory = f" + {of_state}" if of_state and not on_gpu else ""
     in_memory += f" + {gib(copies)} for copies that are saved, and memory points" if copies else ""
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
     return ResourceEstimate(
         worker_bytes=_WORKER_BYTES + copies + (0 if on_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
-        point_bytes=(parameters * _POINT_COPIES - size.frozen * (_POINT_COPIES - 1)) * dtype_bytes,
+        point_bytes=(parameters + _optimizer_size(job, size).state) * dtype_bytes,
         object_store_bytes=(data.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
         text=f"a worker takes {gib(_WORKER_BYTES)}{in_memory}, the feeder {gib(_FEEDER_BYTES)} + "
         f"data.replay_bytes={data.replay_bytes}, each of {data.num_tokenizers} tokenizers "
@@ -104,14 +105,20 @@ def needs_of(
     )
 
 
-def _state_text(size: ModelSize, dtype_bytes: int, layout: Layout, held: WorkerMemory) -> str:
-    trained = size.parameters - size.frozen
-    text = f"{trained:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
+def _state_text(job: JobConfig, size: ModelSize, layout: Layout, held: WorkerMemory) -> str:
+    dtype_bytes, trained = _weight_bytes(job), size.parameters - size.frozen
+    text, state = f"{trained:,} parameters × {dtype_bytes} bytes", _optimizer_size(job, size).state
+    if state == 2 * trained:
+        text += f" × 4 for weights, gradients and {_optimizer_label(job)}"
+    else:
+        text += f" × 2 for weights and gradients + {gib(state * dtype_bytes)} for {_optimizer_label(job)}"
     text += f" + {size.frozen:,} frozen × {dtype_bytes}" if size.frozen else ""
     if layout.num_shards > 1:
         text += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
-    at_the_loss = held.training - held.weights - held.gradients - held.moments - held.gathered
-    if at_the_loss:
+    if held.updates > held.gathered:
+        text += f" + {gib(held.updates - held.gathered)} more for a step that is not applied yet"
+    at_the_loss = held.activations + held.gathered // 2 - held.gradients - max(held.gathered, held.updates)
+    if at_the_loss > 0:
         text += f" + {gib(at_the_loss)} more while a micro-batch's loss is computed"
     return text
 
@@ -128,7 +135,24 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
     compute_bytes = 2 if train.precision == "bf16" else weight_bytes
     num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.pack.seq_len
     size = model_size(job.model.config or {})
-    return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens)
+    optimizer = _optimizer_size(job, size)
+    return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens, optimizer)
+
+
+def _optimizers(job: JobConfig) -> list[str]:
+    """The optimizers that parameters may have, that of `train.optimizer` first."""
+    of_groups = [group.optimizer for group in job.train.param_groups if group.optimizer is not None]
+    return list(dict.fromkeys([job.train.optimizer, *of_groups]))
+
+
+def _optimizer_size(job: JobConfig, size: ModelSize) -> OptimizerSize:
+    return optimizer_size(size, _optimizers(job), bool(job.train.optimizer_args.get("momentum")))
+
+
+def _optimizer_label(job: JobConfig) -> str:
+    """The optimizers as messages name them; of a plug-in nothing is known before it is tried."""
+    names = [{"adamw": "AdamW"}.get(each, each) for each in _optimizers(job)]
+    return " and ".join(f"{name} (not counted)" if ":" in name else name for name in names)
 
 
 def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:
@@ -147,10 +171,12 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
         parts = [
             f"weights {gib(held.weights)}",
             f"gradients {gib(held.gradients)}",
-            f"AdamW {gib(held.moments)}",
+            f"{_optimizer_label(job)} {gib(held.moments)}",
         ]
         if layout.num_shards > 1:
             parts.append(f"gathered blocks {gib(held.gathered)}")
+        if held.updates:
+            parts.append(f"a step that is not applied yet {gib(held.updates)}")
         if held.activations:
             parts.append(f"activations of a micro-batch {gib(held.activations)}")
         reforming = ""

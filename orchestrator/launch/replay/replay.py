@@ -70,9 +70,9 @@ class Replayed:
 class StateAt:
     """A run's state after a step, for inspection.
 
-    `model` is in training mode. `optimizer_state` has `steps`, and AdamW's `exp_avg` and `exp_avg_sq` by the
-    names of their weights. `batch` is the whole batch of the next step (`input_ids`, `labels`: numpy int32,
-    (samples, seq_len)), None if no step follows.
+    `model` is in training mode. `optimizer_state` has `steps`, and the optimizer's tensors (AdamW's `exp_avg`
+    and `exp_avg_sq`) by the names of their weights. `batch` is the whole batch of the next step (`input_ids`,
+    `labels`: numpy int32, (samples, seq_len)), None if no step follows.
     """
 
     step: int
@@ -142,12 +142,7 @@ def state_at(store: RunStore, wanted: PointQuery, say: Callable[[str], None] = l
 
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:
-    moments: dict[str, dict[str, Any]] = {"exp_avg": {}, "exp_avg_sq": {}}
-    for item in state.items():
-        moment, _, name = item.name.partition(".")
-        if item.group == "optimizer" and moment in moments:
-            moments[moment][name] = item.tensor
-    return {"steps": state.optimizer_steps, **moments}
+    return {"steps": state.optimizer_steps, **state.optimizer_state()}
 
 
 # a launch of the replay saves only at its end, and serves nothing beside it

@@ -47,6 +47,11 @@ class Regime:
     budgets: Budgets
     sources: tuple[SourceLists, ...]  # the lists that it reads
 
+    @property
+    def resets_optimizer(self) -> bool:
+        """Whether the state of another optimizer begins anew."""
+        return self.config.resume.optimizer == "reset"
+
     def trains_as(self, other: Regime) -> bool:
         """Whether both give the same steps."""
         sections = ("data", "pack", "model", "train")
@@ -220,7 +225,8 @@ class StepReplayer:
         if begin is None:
             self.state.initialise()
         else:
-            load(self.state.items(), begin.name, CommittedFiles(history.store.storage))
+            files, reset = CommittedFiles(history.store.storage), self._regime.resets_optimizer
+            load(self.state.items(), begin.name, files, reset)
             self.state.filled()
             self.state.cursor = begin.cursor
 
@@ -258,13 +264,14 @@ class StepReplayer:
 
     # ------------------------------------------------------------------------------------------------ inside
     def _change_to(self, attempt: int) -> None:
+        from orchestrator.trainer.loading.state_tensors import copy_items
+
         regime, old = self._history.regime(attempt), self._regime
         if regime.trains_as(old):
             return
         before, self._regime = self.state, regime
         self._enter()
-        for mine, theirs in zip(self.state.items(), before.items(), strict=True):
-            mine.tensor.copy_(theirs.tensor)
+        copy_items(before.items(), self.state.items(), regime.resets_optimizer)
         self.state.filled()
         self.state.cursor = before.cursor
 

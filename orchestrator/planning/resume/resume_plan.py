@@ -40,6 +40,7 @@ from orchestrator.planning.resume.identity import (
     value_text,
     with_defaults,
 )
+from orchestrator.planning.resume.optimizer_change import OptimizerChange, optimizer_change
 from orchestrator.planning.resume.skipping import Skip, SkipDecision
 from orchestrator.planning.resume.source_lists import RestartDecision, SourceChange, SourceLists
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
@@ -290,11 +291,13 @@ def plan_resume(
     skip, lists, restart = changes.skip, changes.lists, changes.restart
     old = with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules, restart.sources)
+    changed = _optimizer_change(config, point, old)
     refused = [
         *refusals(different, point.name if point else "", identities is not None),
         *_identity_refusals(identities, config, old_flat),
         *_asked_refusals(skip, restart, lists),
         *_pack_refusals(config, point),
+        *([changed.refusal] if changed and changed.refusal else []),
     ]
     run = config.run.run_uri  # which run, if several are in progress
     refused = [replace(each, text=f"{run}: {each.text}") for each in refused]
@@ -327,6 +330,7 @@ def plan_resume(
         notes=(
             *world_size_notes(config, point.world_size if point else None),
             *end_notes(epochs, data_tokens),
+            *([changed.note] if changed else []),
         ),
         data_tokens=data_tokens,
         budgets=budgets,
@@ -446,6 +450,12 @@ def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[Refus
                 f"cannot be packed again; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
                 "beginning of a window, or start a new run under another run.name",
             )
+
+
+def _optimizer_change(
+    config: JobConfig, point: PointInfo | None, old: Mapping[str, Any]
+) -> OptimizerChange | None:
+    return None if point is None else optimizer_change(old, config, point.name, point.optimizer_steps)
 
 
 def _data_left(config: JobConfig, point: PointInfo | None, epochs: KnownEpochs | None) -> int | None:

@@ -7,13 +7,14 @@ is based. An attempt's journal stores these values.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from orchestrator.config.optimizer_fields import ADAMW, LION, MUON, SGD
 from orchestrator.planning.state.state_layout import Layout, chunk_rows
 
 AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` for a state that is divided into shards
 _OWN_COPIES, _KEPT_COPIES = 2, 2  # in memory: of the own shard, and kept for a neighbour
-_MOMENTS = 2
 _LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
 
 
@@ -40,10 +41,44 @@ class ModelSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSize:
+    """Lower bounds of what an optimizer keeps of a whole model, in numbers of elements.
+
+    `state`: its tensors. `updates`: what it needs besides in a step in shards, until the step is applied: new
+    values of weights and state that are computed as whole tensors, less the gradients that are dropped then.
+    """
+
+    state: int
+    updates: int = 0
+
+
+def optimizer_size(size: ModelSize, optimizers: Collection[str], has_momentum: bool) -> OptimizerSize:
+    """Returns the lower bound for the optimizers of a configuration, of which each parameter has one.
+
+    `has_momentum`: SGD's. Of a plug-in nothing is known here. Adafactor's means of rows and columns are not
+    counted; `plan` prints the size of all tensors where it tries the model.
+    """
+    trained = size.parameters - size.frozen
+    # outside of blocks Muon leaves parameters to AdamW; without known blocks it may have all of them
+    beside = max(0, size.rest - size.frozen) if size.num_blocks else 0
+    found = {
+        ADAMW: OptimizerSize(state=2 * trained),
+        MUON: OptimizerSize(state=trained + beside, updates=trained - beside),
+        LION: OptimizerSize(state=trained),
+        SGD: OptimizerSize(state=trained if has_momentum else 0),
+    }
+    if len(optimizers) > 1:
+        return OptimizerSize(state=min(found.get(each, OptimizerSize(state=0)).state for each in optimizers))
+    return found.get(next(iter(optimizers)), OptimizerSize(state=0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerMemory:
     """What one worker holds, in bytes.
 
-    `weights`, `gradients` and `moments`: its own rows.
+    `weights`, `gradients` and `moments` (the optimizer's state): its own rows.
+    `updates`: new values of its rows that the optimizer computes before a step is applied, without the
+    gradients that are dropped then.
     `gathered`: a block and the rest as a whole, weights and gradients, during computation.
     `staged`: the copy that a save is written from.
     `reforming`: besides its weights and moments those of the previous layout, while rows are moved; there are
@@ -58,6 +93,7 @@ class WorkerMemory:
     staged: int
     reforming: int
     activations: int = 0
+    updates: int = 0
 
     def memory_points(self, lent: bool) -> int:
         """Returns the bytes of memory points: two copies of its own shard and two that it keeps for a
@@ -76,7 +112,8 @@ class WorkerMemory:
         micro-batch's loss is computed, before any gradient.
         """
         at_the_loss = self.activations + self.gathered // 2
-        return self.weights + self.moments + max(self.gradients + self.gathered, at_the_loss)
+        in_backward, in_the_step = self.gradients + self.gathered, self.gradients + self.updates
+        return self.weights + self.moments + max(in_backward, in_the_step, at_the_loss)
 
     @property
     def peak(self) -> int:
@@ -110,13 +147,15 @@ def worker_memory(
     compute_bytes: int,
     before: Layout | None = None,
     num_tokens: int = 0,
+    optimizer: OptimizerSize | None = None,
 ) -> WorkerMemory:
     """Returns the memory of the worker that holds most (shard 0).
 
     A weight has `weight_bytes`, and `compute_bytes` where it is gathered for computation. `before`: the
     layout from which members bring rows that are moved (None: nothing is moved, or it stays in place).
-    `num_tokens`: of a micro-batch.
+    `num_tokens`: of a micro-batch. `optimizer`: None is AdamW's.
     """
+    optimizer = optimizer or optimizer_size(size, (ADAMW,), has_momentum=False)
     own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
     gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
     trained = chunk_rows(size.parameters - size.frozen, layout.num_shards) * weight_bytes
@@ -124,15 +163,18 @@ def worker_memory(
     held = 0
     if before is not None and moved:
         held = chunk_rows(size.parameters, before.num_shards)
-        held += _MOMENTS * chunk_rows(size.parameters - size.frozen, before.num_shards)
+        held += chunk_rows(optimizer.state, before.num_shards)
+    moments = chunk_rows(optimizer.state, layout.num_shards) * weight_bytes
+    updates = chunk_rows(optimizer.updates, layout.num_shards) * weight_bytes
     return WorkerMemory(
         weights=own,
         gradients=trained,
-        moments=_MOMENTS * trained,
+        moments=moments,
         gathered=gathered,
-        staged=chunk_rows(own + _MOMENTS * trained, layout.num_replicas),
+        staged=chunk_rows(own + moments, layout.num_replicas),
         reforming=held * weight_bytes,
         activations=activation_bytes(size, num_tokens, compute_bytes),
+        updates=updates if layout.num_shards > 1 else 0,
     )
 
 

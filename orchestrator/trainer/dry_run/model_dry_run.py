@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.sections import BUILT_IN, ModelConfig
+from orchestrator.config.sections import BUILT_IN, ModelConfig, TrainConfig
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
@@ -49,6 +49,7 @@ class ModelFacts:
     `num_logits`: the number of ids its logits cover, None if no forward pass was run.
     `scalars`: the names of parameters without dimensions.
     `size`: None if the model was not built.
+    `optimizer`: notes on which optimizer trains which parameters, and what it keeps.
     `note`: a text for the user about what could not be tried, empty if there is none.
     """
 
@@ -57,6 +58,7 @@ class ModelFacts:
     num_logits: int | None = None
     scalars: Sequence[str] = ()
     size: ModelSize | None = None
+    optimizer: Sequence[str] = ()
     note: str = ""
 
 
@@ -80,7 +82,7 @@ def require_model(
             "frozen (requires_grad=False); unfreeze some",
             code="model.nothing_trainable",
         )
-    notes = [facts.note] if facts.note else []
+    notes = [*facts.optimizer, *([facts.note] if facts.note else [])]
     if facts.largest_table is not None and facts.largest_table < vocab_size:
         notes.append(
             f"warning: the largest torch.nn.Embedding of model.factory={job.model.factory} has "
@@ -96,7 +98,10 @@ def is_to_try(plan: ResumePlan) -> bool:
     """
     return plan.point is None or plan.code_changed or any(
         d.field.startswith(
-            ("model.", "pack.document_attention", "pack.seq_len", "train.parallel", "train.objective")
+            (
+                *("model.", "pack.document_attention", "pack.seq_len", "train.parallel"),
+                *("train.objective", "train.optimizer", "train.param_groups", "train.weight_decay"),
+            )
         )
         for d in plan.differences
     )
@@ -121,10 +126,12 @@ def try_model(job: JobConfig) -> ModelFacts:
         "seq_len": job.pack.seq_len,
         "precision": train.precision,
         "objective": None if train.objective == BUILT_IN else (train.objective, train.objective_args),
+        "train": train.model_dump_json(),
     }
     # A user's module is imported again each time, because a notebook user may have fixed it.
     units = train.objective_units if ":" in train.objective_units else None
-    if not (job.model.factory or task["objective"] or units) and "torch" in sys.modules:
+    is_users = job.model.factory or task["objective"] or units or ":" in train.optimizer
+    if not is_users and "torch" in sys.modules:
         return _build(job.model, **task)
     return _build_elsewhere({"model": job.model.model_dump(mode="json"), "units": units, **task})
 
@@ -200,7 +207,8 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     if "refused" in answer:
         raise ConfigError(answer["refused"], code=answer["code"])
     size = answer["size"] and ModelSize(**answer["size"])
-    return ModelFacts(**answer | {"scalars": tuple(answer["scalars"]), "size": size})
+    lists = {name: tuple(answer[name]) for name in ("scalars", "optimizer")}
+    return ModelFacts(**answer | lists | {"size": size})
 
 
 def _build(
@@ -211,6 +219,7 @@ def _build(
     seq_len: int = 1,
     precision: str = "float32",
     objective: tuple[str, Mapping[str, Any]] | None = None,
+    train: str | None = None,
 ) -> ModelFacts:
     import torch
 
@@ -220,6 +229,7 @@ def _build(
     from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.model_settings import without_cache
     from orchestrator.trainer.objective.plug_in import PlugIn
+    from orchestrator.trainer.optimizer.assignment import group_notes
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 
@@ -245,6 +255,7 @@ def _build(
         if config.factory is None:
             _require_export(config, model)
         size = _size(model)
+        optimizer = () if train is None else group_notes(model, TrainConfig.model_validate_json(train))
         forward = Forward()
         if size.frozen < size.parameters:
             table = _num_embeddings(model) or _largest_table(model) or size.vocab
@@ -271,6 +282,7 @@ def _build(
         num_logits=forward.vocab,
         scalars=_scalars(model),
         size=size,
+        optimizer=optimizer,
         note=forward.note,
     )
 

@@ -13,12 +13,13 @@ from blake3 import blake3
 
 from orchestrator.checkpoint.files.manifest import PartDamage, damaged
 from orchestrator.checkpoint.files.pieces import FilePiece
+from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import Layout, Move, even_runs, readers_with
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Parcel, exchange, tensor_as_bytes
-from orchestrator.trainer.loading.state_tensors import Item, StateFiles, point_reader, wanted_of
+from orchestrator.trainer.loading.state_tensors import Item, StateFiles, begin_anew, point_reader, wanted_of
 
 # The errors of one member that all members raise. If there are several kinds, the first one listed here is
 # raised.
@@ -37,6 +38,7 @@ def load_together(
     files: StateFiles,
     half: Callable[[bool], None],
     loading: Loading = lambda done_bytes, num_bytes: None,
+    reset_optimizer: bool = False,
 ) -> None:
     """Fills the `items` of the ranks `needy` with their rows of a point, as `state_tensors.load` does.
 
@@ -47,8 +49,8 @@ def load_together(
     file system there is one on each machine. The others on that machine find the data in memory, which takes
     half the CPU time of receiving it from a peer. Data that members send each other is compared with xxh3_128
     digests. Besides the state this takes the memory of a `PointReader`, and then 64 MiB for messages. `half`
-    as in `reshard.exchange`. `loading` is called with the bytes that this rank has read, and the total that
-    it reads.
+    as in `reshard.exchange`. `reset_optimizer` as in `state_tensors.load`. `loading` is called with the bytes
+    that this rank has read, and the total that it reads.
 
     If a member finds damage or cannot read, all members learn this before any data is sent. All then raise
     `DamagedPointError` with everything that was found, or `ResumePointError` or `StorageError` with its text.
@@ -56,6 +58,7 @@ def load_together(
     """
     rank, shard = group.view.rank, layout.shard_of(group.view.rank)
     runs: list[list[FilePiece]] = []
+    kept: list[Item] = []
     problem: OrchestratorError | None = None
     machines = [row[0] for row in group.gather([_machine(rank, files)], "who shares a machine")]
     sharing: list[int] = []
@@ -63,12 +66,15 @@ def load_together(
         alike = [each for each in needy if layout.shard_of(each) == shard]
         sharing = readers_with(rank, alike, machines)
         try:
-            runs = _read_own(items, len(sharing), sharing.index(rank), point, files, loading)
+            reader, kept = point_reader(items, point, files, reset_optimizer)
+            runs = _read_own(reader, kept, len(sharing), sharing.index(rank), point, loading)
         except _TOLD as error:
             problem = error
     _hear_of(group, problem)
     if len(sharing) > 1:
-        _exchange(group, items, sharing, runs, half)
+        _exchange(group, kept, sharing, runs, half)
+    if rank in needy:
+        begin_anew(items, kept)
 
 
 def _machine(rank: int, files: StateFiles) -> int:
@@ -84,13 +90,12 @@ def _machine(rank: int, files: StateFiles) -> int:
 
 
 def _read_own(
-    items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles, loading: Loading
+    reader: PointReader, items: Sequence[Item], num_sharing: int, own: int, point: str, loading: Loading
 ) -> list[list[FilePiece]]:
     """Splits the pieces among the members that share the reading and reads this member's part.
 
     Returns the pieces of every member.
     """
-    reader = point_reader(items, point, files)
     try:
         pieces = reader.pieces(wanted_of(items))
         cut = even_runs([piece.num_bytes for piece in pieces], num_sharing)

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orchestrator.checkpoint.files.manifest import Name, PartDamage, PartManifest, damaged
+from orchestrator.checkpoint.files.manifest import (
+    EMA,
+    MODEL,
+    OPTIMIZER,
+    Name,
+    PartDamage,
+    PartManifest,
+    damaged,
+)
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
 from orchestrator.checkpoint.files.pieces import Target
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
@@ -23,7 +31,6 @@ from orchestrator.planning.state.state_layout import Layout, StateTensor, weight
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 
-MODEL, OPTIMIZER = "model", "optimizer"
 STEPS = "steps"  # the item that counts optimizer steps
 
 
@@ -41,7 +48,7 @@ class Item:
 
     @property
     def group(self) -> str:
-        """MODEL or OPTIMIZER."""
+        """MODEL, OPTIMIZER or EMA."""
         return self.whole.group
 
     @property
@@ -148,30 +155,35 @@ def sum_of(item: Item) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- loading
-def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
+def load(items: Sequence[Item], point: str, files: StateFiles, reset_optimizer: bool = False) -> None:
     """Fills `items` with their rows of a point of any layout and verifies every byte against its digest.
 
-    The caller must call `TrainState.filled` afterwards. Besides the state this takes the memory of a
-    `PointReader`'s buffers (pinned if tensors are on a GPU). Raises `ResumePointError` naming the damaged
-    file, or the tensors that only the model or only the point has. After an error the items may hold
-    anything, and the state is blank.
+    What the point does not have begins anew (`continued`). The caller must call `TrainState.filled`
+    afterwards. Besides the state this takes the memory of a `PointReader`'s buffers (pinned if tensors are on
+    a GPU). Raises `ResumePointError` naming the damaged file, or the tensors that only the model or only the
+    point has. After an error the items may hold anything, and the state is blank.
     """
-    fill_items(point_reader(items, point, files), point, items)
+    reader, kept = point_reader(items, point, files, reset_optimizer)
+    fill_items(reader, point, kept)
+    begin_anew(items, kept)
 
 
-def point_reader(items: Sequence[Item], point: str, files: StateFiles) -> PointReader:
-    """Opens a reader for a point whose tensors match the names and forms of `items`.
+def point_reader(
+    items: Sequence[Item], point: str, files: StateFiles, reset_optimizer: bool
+) -> tuple[PointReader, list[Item]]:
+    """Opens a reader for a point, and returns it with those of `items` that continue the point's tensors.
 
-    Raises `ResumePointError` naming the tensors that do not match.
+    Raises as `continued`.
     """
     manifest = files.manifest(point)
-    _check_form(manifest, items)
+    saved = {name: (tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
+    kept = continued(items, saved, f"resume point {point}", reset_optimizer)
     pinned = any(item.tensor.is_cuda for item in items)
-    return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned))
+    return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned)), kept
 
 
 def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
-    """Like `load`, but without comparing names and forms, which the caller has done before."""
+    """Fills `items` from a point that has tensors of the same names and forms, which was compared before."""
     try:
         reader.read(wanted_of(items))
     except PartDamage as error:
@@ -219,25 +231,87 @@ class _Device:
         self._flat[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def _check_form(manifest: PartManifest, items: Sequence[Item]) -> None:
-    point = manifest.point
-    saved = {f"{group}/{name}": tensor for (group, name), tensor in manifest.tensors.items()}
-    state = {f"{item.group}/{item.name}": item for item in items}
-    missing, unknown = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
-    if missing or unknown:
-        raise ResumePointError(
-            f"resume point {point} has other tensors than the model of this job: only the model has "
-            f"{missing[:5]}, only the point has {unknown[:5]}; use the model that the point was made with",
-            code="point.other_model",
-        )
-    for name, tensor in saved.items():
-        theirs, ours = (tensor.dtype, tensor.shape), (dtype_name(state[name].tensor), state[name].whole.shape)
-        if theirs != ours:
+Form = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
+
+
+def forms_of(items: Iterable[Item]) -> dict[Name, Form]:
+    """Returns the form of each item, by group and name."""
+    return {(item.group, item.name): (dtype_name(item.tensor), item.whole.shape) for item in items}
+
+
+def continued(
+    items: Sequence[Item], saved: Mapping[Name, Form], where: str, reset_optimizer: bool
+) -> list[Item]:
+    """Returns the items that continue the tensors of a saved state; the others begin anew.
+
+    Weights and buffers must be the saved ones. The optimizer's state must be of the same tensors, or all of
+    it begins anew with `reset_optimizer`. Averaged weights (`train.ema`) begin anew if none are saved, and
+    saved ones are left out if there are no items for them.
+
+    Raises `ResumePointError` naming the tensors that differ. `where` names the saved state.
+    """
+    ours = forms_of(items)
+
+    def differ(group: str) -> tuple[list[str], list[str]]:
+        mine = {name: form for (of, name), form in ours.items() if of == group}
+        theirs = {name: form for (of, name), form in saved.items() if of == group}
+        return _only(group, mine, theirs), _only(group, theirs, mine)
+
+    averaged = {EMA} & {group for group, _ in ours} & {group for group, _ in saved}
+    for group in (MODEL, *sorted(averaged)):
+        mine, theirs = differ(group)
+        if mine or theirs:
             raise ResumePointError(
-                f"resume point {point} has {name} as {theirs}, the model of this job as {ours}; "
-                "use the model that the point was made with",
+                f"{where} has other tensors than the model of this job: only the model has {mine[:5]}, only "
+                f"the point has {theirs[:5]}; use the model that the point was made with",
                 code="point.other_model",
             )
+    kept = {MODEL, OPTIMIZER} | averaged
+    mine, theirs = differ(OPTIMIZER)
+    if mine or theirs:
+        if not reset_optimizer:
+            raise ResumePointError(
+                f"{where} has another state of the optimizer than this job: only the job has {mine[:5]}, "
+                f"only the point has {theirs[:5]}; use the point's train.optimizer, train.optimizer_args and "
+                "train.param_groups, or let the optimizer's state begin anew with resume.optimizer=reset",
+                code="point.other_optimizer",
+            )
+        kept -= {OPTIMIZER}
+    return [item for item in items if item.group in kept]
+
+
+def _only(group: str, some: Mapping[str, Form], others: Mapping[str, Form]) -> list[str]:
+    """Names the tensors that `others` lack, or have in another form (then with the form)."""
+    return sorted(
+        f"{group}/{name} as {form}" if name in others else f"{group}/{name}"
+        for name, form in some.items()
+        if others.get(name) != form
+    )
+
+
+def copy_items(source: Sequence[Item], target: Sequence[Item], reset_optimizer: bool) -> None:
+    """Fills `target` with the values of another state of the same layout; see `continued`."""
+    tensors = {(item.group, item.name): item.tensor for item in source}
+    kept = continued(target, forms_of(source), "the state before", reset_optimizer)
+    for item in kept:
+        item.tensor.copy_(tensors[item.group, item.name])
+    begin_anew(target, kept)
+
+
+def begin_anew(items: Sequence[Item], kept: Sequence[Item]) -> None:
+    """Sets the items that are not `kept`, whose weights are filled, to their first values.
+
+    An optimizer has made no step. Averages are those of the weights as they are now.
+    """
+    done = {(item.group, item.name) for item in kept}
+    weights = {item.name: item.tensor for item in items if item.group == MODEL}
+    for item in items:
+        if (item.group, item.name) in done:
+            continue
+        if item.group == EMA:
+            item.tensor.copy_(weights[item.name])
+        else:
+            item.tensor.zero_()
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
 """The training state of one member of a sharded group: its rows of weights and moments, across generations.
 
 FSDP2's model is made for a generation and ends with it: FSDP2 wraps a copy of a skeleton without weights.
-AdamW uses plain tensors that share memory with FSDP2's shards, and these persist.
+The optimizer uses plain tensors that share memory with FSDP2's shards, and these persist.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of
-from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
+from orchestrator.trainer.loading.state_tensors import Item, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, first_model
+from orchestrator.trainer.optimizer.assignment import settings_of
+from orchestrator.trainer.optimizer.whole_parameters import Shards
 from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
 from orchestrator.trainer.weights.initial import fill_rows
@@ -69,7 +72,8 @@ class ShardedState(TrainState):
         self._names = list(_own_tensors(self._skeleton))
         self.model = self._skeleton
         self._mesh: DeviceMesh | None = None
-        self._rows = OwnRows((), train, device)
+        self._settings = settings_of(self._skeleton, train)
+        self._rows = OwnRows((), self._settings, device)
         self._before: tuple[Layout, int, OwnRows] | None = None
         self._group: Group | None = None
         self._untouched = False
@@ -89,7 +93,7 @@ class ShardedState(TrainState):
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
         self._layout, self._rank = layout, view.rank
-        self._rows = OwnRows(self._model_items(), self._train, self._device)
+        self._rows = OwnRows(self._model_items(), self._settings, self._device)
         self._untouched = False
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
@@ -152,11 +156,21 @@ class ShardedState(TrainState):
         for name, item in self._rows.trained.items():
             parameter, rows = held[name], item.tensor
             assert local_rows(parameter).data_ptr() == rows.data_ptr(), (
-                f"FSDP2 has other memory for {name} than AdamW"
+                f"FSDP2 has other memory for {name} than the optimizer"
             )
             reduced = parameter.grad
             rows.grad = torch.zeros_like(rows) if reduced is None else local_rows(reduced)
             parameter.grad = None
+
+    @override
+    def prepare(self, lr: float) -> None:
+        """Members of a replica step parameters whole for each other, if the optimizer needs that."""
+        if self._layout.num_shards > 1:
+            shard = self._layout.shard_of(self._rank)
+            group = self.mesh.get_group("shard")
+            self._rows.prepare(
+                lr, Shards(num_shards=self._layout.num_shards, shard=shard, group=group)
+            )
 
     def own_gradients(self) -> list[Tensor]:
         """Returns the gradients of this member's rows, after `take_gradients`."""

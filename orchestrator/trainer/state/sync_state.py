@@ -76,12 +76,13 @@ class StateSources:
     """Where rows that no member trains are read from.
 
     `files` are those of a point. `copies`: the memory points of this member, if it keeps any. `loading` as in
-    `load_together`.
+    `load_together`. `reset_optimizer`: a point of another optimizer is continued without its state.
     """
 
     files: StateFiles
     copies: MemoryCopies | None = None
     loading: Loading = lambda done_bytes, num_bytes: None
+    reset_optimizer: bool = False
 
 
 def sync_state(
@@ -163,8 +164,17 @@ def _from_storage(
         state.writable()
     if view.point is not None:
         half = _half(view, faults)
-        files, loading = sources.files, sources.loading
-        load_together(group, state.items(), state.layout, needy, view.point, files, half, loading)
+        load_together(
+            group,
+            state.items(),
+            state.layout,
+            needy,
+            view.point,
+            sources.files,
+            half,
+            sources.loading,
+            sources.reset_optimizer,
+        )
         if blank:
             state.filled()
     elif blank:

@@ -5,7 +5,7 @@ One list of items serves both copying to blank members and saving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,13 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from orchestrator.checkpoint.files.manifest import MODEL, OPTIMIZER
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.loading.state_tensors import (
-    MODEL,
-    OPTIMIZER,
     STEPS,
     Item,
     own_tensors,
@@ -30,12 +29,14 @@ from orchestrator.trainer.loading.state_tensors import (
     whole_item,
 )
 from orchestrator.trainer.model.build_model import build_model, first_model
+from orchestrator.trainer.optimizer.assignment import settings_of
+from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+    from orchestrator.trainer.optimizer.kinds import Setting
+    from orchestrator.trainer.optimizer.whole_parameters import Shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +66,15 @@ def _at_once() -> None:
 
 
 class OwnRows:
-    """The rows that one member holds of every tensor of a state, AdamW over them, and its step count.
+    """The rows that one member holds of every tensor of a state, its optimizer, and its step count.
 
-    Weight decay applies to tensors of two and more dimensions, as is usual (not to biases and norms). AdamW
-    works element by element, so that rows of a tensor get the same bits as in the whole tensor.
+    An optimizer that works element by element gives rows of a tensor the same bits as in the whole tensor.
+    `OptimizerRows` has the others.
     """
 
-    def __init__(self, items: Sequence[Item], train: TrainConfig, device: torch.device) -> None:
+    def __init__(self, items: Sequence[Item], settings: Mapping[str, Setting], device: torch.device) -> None:
         """`items` are of the group MODEL. Those whose tensor is an `nn.Parameter` that requires a gradient
-        are trained.
+        are trained, as `settings` states.
         """
         self._model = list(items)
         self.trained = {
@@ -82,43 +83,25 @@ class OwnRows:
             if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad
         }
         self.buffers = {item.name: item.tensor for item in items if not isinstance(item.tensor, nn.Parameter)}
-        tensors = [item.tensor for item in self.trained.values()]
         self._steps = torch.zeros((), dtype=torch.int64)
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": train.weight_decay},
-                {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=train.lr,
-            betas=(train.betas[0], train.betas[1]),
-            eps=train.eps,
-            fused=True,
-        )
-        # created here rather than at the first step, so that a state always has the same items
-        for tensor in tensors:
-            self._optimizer.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{
-                    moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-                    for moment in _MOMENTS
-                },
-            }
+        # its state is created here rather than at the first step, so that a state always has the same items
+        self._optimizer = OptimizerRows(list(self.trained.values()), settings, device)
         self.note_buffers()
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of AdamW's steps."""
+        """The number of the optimizer's steps."""
         return int(self._steps)
+
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the optimizer's tensors by their names (`exp_avg`), and then by parameter."""
+        return self._optimizer.by_state()
 
     def items(self) -> list[Item]:
         """Returns all items, in an order that is the same for every member."""
         items = [replace(item, tensor=item.tensor.detach()) for item in self._model]
         items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
-        for name, item in self.trained.items():
-            of_one = self._optimizer.state[item.tensor]
-            for moment in _MOMENTS:
-                whole = replace(item.whole, group=OPTIMIZER, name=f"{moment}.{name}")
-                items.append(replace(item, whole=whole, tensor=of_one[moment]))
+        items += self._optimizer.items()
         return items
 
     def note_buffers(self) -> None:
@@ -131,20 +114,21 @@ class OwnRows:
 
     def filled(self) -> None:
         """Must be called after the items were written: sets the optimizer's own counts from them."""
-        for item in self.trained.values():
-            self._optimizer.state[item.tensor]["step"].fill_(float(self._steps))
+        self._optimizer.filled(self.optimizer_steps)
         self.note_buffers()
 
+    def prepare(self, lr: float, shards: Shards) -> None:
+        """Computes the step of parameters that the optimizer steps whole; see `OptimizerRows.prepare`."""
+        self._optimizer.prepare(lr, self.optimizer_steps, shards)
+
     def step(self, lr: float) -> None:
-        """Runs one step of AdamW with the gradients in `.grad`."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        """Runs one step of the optimizer with the gradients in `.grad`."""
+        self._optimizer.step(lr, self.optimizer_steps)
         self._steps += 1
 
 
 class TrainState:
-    """Model, AdamW and their position in the run. Every member holds all of it (`replicate`).
+    """Model, optimizer and their position in the run. Every member holds all of it (`replicate`).
 
     `key` is None while the member is blank: its contents must then not be used or sent. `committed`: a
     committed resume point holds this very state. Code that writes to the items must call `writable` before;
@@ -164,7 +148,7 @@ class TrainState:
         for name, tensor in own_tensors(self._held):
             tensor.data = tensor.data.contiguous()
             items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-        self._rows = OwnRows(items, train, device)
+        self._rows = OwnRows(items, settings_of(self.model, train), device)
 
     def _begin_blank(self) -> None:
         # Returns when the tensors may be written to. Code that copies them in the background replaces it.
@@ -281,6 +265,18 @@ class TrainState:
             total.update(head.encode())
             total.update(tensor_bytes(item.tensor))
         return total.digest()
+
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the optimizer's tensors by their names (`exp_avg`), and then by parameter."""
+        return self._rows.optimizer_state()
+
+    def prepare(self, lr: float) -> None:
+        """Computes what a step with the gradients in `.grad` needs of other members.
+
+        `apply` then needs no collective. Called before it with the same `lr`, where the step has units of
+        loss. This is a collective; the state does not change. Raises `GenerationEnded` if a member is lost.
+        In this class every member has all that it needs.
+        """
 
     def apply(self, lr: float, num_units: float) -> None:
         """Runs one optimizer step with the gradients in `.grad`, for a step with `num_units` units of loss.

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
-from orchestrator.trainer.loading.state_tensors import MODEL, Item, fill_items, own_tensors, whole_item
+from orchestrator.trainer.loading.state_tensors import Item, fill_items, own_tensors, whole_item
 from orchestrator.trainer.weights.saved_form import SavedForm, renames
 from orchestrator.trainer.weights.transformers_model import naming_model
 from orchestrator.trainer.weights.weight_files import (
