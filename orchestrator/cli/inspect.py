@@ -309,6 +309,9 @@ def export(
             "--dtype", help="float32, bfloat16 or float16; without it numbers are as they were trained"
         ),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="the averaged weights of train.ema in place of the weights")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a point's weights for transformers. The folder has the weights, configuration and tokenizer, and
@@ -323,7 +326,7 @@ def export(
     point = before[0] if before else None
     if parse_point_name(out) is not None:
         raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
-    document = open_run(run).export(out, point, dtype, say)
+    document = open_run(run).export(out, point, dtype, say, averaged=ema)
     print_json(document) if json else print_lines(export_lines(document))
 
 
@@ -392,8 +395,9 @@ def export_lines(document: dict[str, Any]) -> list[str]:
     from orchestrator.records.points import Damage
 
     numbers = document["dtype"] or "as trained"
+    what = "averaged weights" if document["averaged"] else "weights"
     return [
-        f"{document['out']}: the weights of {document['point']}, numbers {numbers}, "
+        f"{document['out']}: the {what} of {document['point']}, numbers {numbers}, "
         f"{document['bytes'] / 2**20:,.1f} MiB in {len(document['files'])} files",
         f"  weights digest of the point {document['weights_digest']}",
         *(f"  passed over: {Damage(**each)}" for each in document["damages"]),

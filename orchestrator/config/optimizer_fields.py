@@ -106,7 +106,7 @@ def adamw_only_problem(
     """Returns the code and the text where AdamW's `value` is set and no parameter uses AdamW."""
     if value == default or optimizer in _WITH_ADAMW:
         return None
-    if any(group.get("optimizer") in _WITH_ADAMW for group in groups):
+    if any(group.get("optimizer") == ADAMW for group in groups):
         return None
     return (
         "config.conflict",

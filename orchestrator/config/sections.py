@@ -376,6 +376,10 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     weight_decay: Annotated[float, may_change("a number >= 0", ge=0)] = 0.1
     """Weight decay of tensors of two and more dimensions, for any optimizer that has one."""
+    ema: Annotated[float | None, may_change("a number > 0 and < 1, or null", gt=0, lt=1)] = None
+    """Decay per step of averaged weights, which resume points hold beside the weights (`export --ema`); null:
+    none. Set later, they begin with the weights of the point.
+    """
     max_grad_norm: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = 1.0
     """Gradients are clipped to this norm; null: never."""
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0

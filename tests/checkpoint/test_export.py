@@ -88,6 +88,29 @@ def test_numbers_are_rounded_as_torch_rounds_them_and_only_if_asked_for(tmp_path
     assert opened(tmp_path / "out" / "False" / "bfloat16").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+def test_averaged_weights_are_exported_if_asked_for_and_there(tmp_path: Path, precision: str) -> None:
+    for number, model in enumerate(({"config": {**LLAMA, "tie_word_embeddings": True}}, FACTORY)):
+        folder = tmp_path / str(number)
+        config, store = job(model, ema=0.5, precision=precision), store_at(folder / "run")
+        state = state_of(config, steps=3)
+        point = commit(store, config, state)
+        exported = export_point(store, point.name, folder / "out", averaged=True)
+        assert exported.averaged
+        averages = {item.name: item.tensor for item in state.items() if item.group == "ema"}
+        found = load_file(folder / "out" / "model.safetensors")
+        assert found.keys() == averages.keys()
+        assert all(torch.equal(found[name], average) for name, average in averages.items())
+        assert not export_point(store, point.name, folder / "weights").averaged
+        weights = load_file(folder / "weights" / "model.safetensors")
+        assert not all(torch.equal(weights[name].float(), average) for name, average in averages.items())
+    assert opened(tmp_path / "0" / "out").dtype == torch.float32
+    config, store = job({"config": LLAMA}), store_at(tmp_path / "without")
+    name = commit(store, config, state_of(config)).name
+    with raises(RefusedError, "export.no_averages", name, "train.ema", "--ema"):
+        export_point(store, name, tmp_path / "out", averaged=True)
+
+
 def test_weights_that_were_trained_in_bfloat16_stay_so(tmp_path: Path) -> None:
     config, store = job({"config": LLAMA}, precision="pure_bf16"), store_at(tmp_path / "run")
     state = state_of(config)

@@ -9,9 +9,11 @@ import pytest
 from orchestrator.launch.capacity.resource_estimate import (
     count_parameters,
     gib,
+    memory_in,
     memory_notes,
     needs_of,
 )
+from orchestrator.planning.state.state_layout import layout_of
 from tests.planning.jobs import job
 
 GIB = 1 << 30
@@ -94,6 +96,41 @@ def test_a_shard_is_a_part_of_the_state_and_whole_blocks_for_a_moment() -> None:
     assert needs_of(job(model), 2, 3) == needs_of(job(model), None, 3), (
         "two shards do not divide three workers: each has a third"
     )
+
+
+def test_the_state_of_each_optimizer_counts_in_memory_and_points() -> None:
+    count, table = count_parameters(SMALL), 100 * 64
+    model = "model=" + json.dumps({"config": SMALL})
+    elements = {
+        "train.optimizer=adamw": 2 * count,
+        "train.optimizer=lion": count,
+        "train.optimizer=sgd": 0,
+        "train.optimizer_args={momentum: 0.9}": count,
+        "train.optimizer=muon": count + table,
+        "train.optimizer=adafactor": 0,
+        "train.optimizer=a.b:C": 0,
+        "train.ema=0.9": 3 * count,
+    }
+    without = needs_of(job("model={factory: 'a:b'}")).worker_bytes
+    for override, state in elements.items():
+        more = ["train.optimizer=sgd"] if "momentum" in override else []
+        needs = needs_of(job(model, *SHORT, override, *more))
+        assert needs.point_bytes == 4 * (count + state), override
+        assert needs.worker_bytes - without == 4 * (2 * count + state) + 4 * (count + state), override
+    in_half = needs_of(job(model, *SHORT, "train.ema=0.9", "train.precision=pure_bf16"))
+    assert in_half.point_bytes == 2 * 3 * count + 4 * count, "averages are float32"
+    (note,) = memory_notes(job(model, *SHORT, "train.optimizer=a.b:C", "cluster.num_workers=1"), 1)
+    assert "a.b:C (not counted) 0.0 KiB" in note
+
+
+def test_a_step_of_whole_matrices_needs_their_new_values_in_shards() -> None:
+    model = "model=" + json.dumps({"config": SMALL})
+    asked = job(model, *SHORT, "train.optimizer=muon", "cluster.num_workers=4")
+    matrices = count_parameters(SMALL) - 100 * 64
+    assert memory_in(asked, layout_of(4, None)).updates == matrices // 4 * 4
+    assert memory_in(asked, layout_of(4, 1)).updates == 0
+    (note,) = memory_notes(asked, None)
+    assert "a step that is not applied yet" in note
 
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}

@@ -59,6 +59,11 @@ OWN = {
 }
 
 
+def averaged(optimizer: str) -> dict[str, Any]:
+    """An optimizer, and averaged weights beside it."""
+    return {"train__optimizer": optimizer, "train__ema": 0.9}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
@@ -83,8 +88,9 @@ class Case:
         numerics = "invariant" if self.layout == "replicate" else "fast"
         every = None if self.phase == "losing" else SAVED
         parallel = LAYOUTS.get(self.layout, REPLICATE)
-        changes = {} if self.objective is None else {"train__objective": self.objective}
-        changes["train__optimizer"] = self.optimizer
+        changes: dict[str, Any] = {} if self.objective is None else {"train__objective": self.objective}
+        if self.optimizer != "adamw":
+            changes |= averaged(self.optimizer)
         return job_of(parallel, train__numerics=numerics, resume__every_steps=every, **changes)
 
     @property
@@ -378,7 +384,7 @@ def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch
 
     @cache
     def run(optimizer: str) -> Launch:
-        job = job_of(REPLICATE, train__numerics="invariant", train__optimizer=optimizer)
+        job = job_of(REPLICATE, train__numerics="invariant", **averaged(optimizer))
         return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
 
     return run
@@ -410,7 +416,7 @@ def test_a_kill_changes_no_bit_of_an_optimizer_that_steps_whole_parameters(
         assert digest == exact.last_point().state_digest
     else:
         layout = "hsdp" if case.layout == "hsdp" else SHARD
-        losses, expected = calm(layout, worlds_of(launch), train__optimizer=case.optimizer)
+        losses, expected = calm(layout, worlds_of(launch), **averaged(case.optimizer))
         assert [r.loss for r in found] == losses
         assert digest == expected
     assert [r.loss for r in found] == pytest.approx([r.loss for r in one], rel=1e-3)

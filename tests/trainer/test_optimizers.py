@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import load
+from orchestrator.trainer.loading.state_tensors import Item, load
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.optimizer.assignment import group_notes, muon_matrices, settings_of
 from orchestrator.trainer.optimizer.whole_parameters import owners_of
@@ -70,13 +71,20 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def set_gradient(item: Item, step: int) -> None:
+    """Gives the rows of a parameter those of its gradient."""
+    rows = gradient(item.name, item.whole.shape, step)
+    rows = rows[item.first_row : item.first_row + len(item.tensor)] if item.whole.shape else rows
+    item.tensor.grad = rows.clone().to(item.tensor.dtype)
+
+
 def stepped(job: TrainJob, steps: int = 3, state: TrainState | None = None) -> TrainState:
     """A whole state after steps with known gradients."""
     state = state or TrainState(job.model, job.train, CPU, invariant=True)
     first = state.optimizer_steps
     for step in range(first, first + steps):
-        for name, item in state._rows.trained.items():
-            item.tensor.grad = gradient(name, item.whole.shape, step)
+        for item in state._rows.trained.values():
+            set_gradient(item, step)
         state.apply(LR, num_units=1)
     return state
 
@@ -154,10 +162,8 @@ def steps_in_shards(
             state.initialise()
             state.formed()
             for step in range(3):
-                for name, item in state._rows.trained.items():
-                    whole = gradient(name, item.whole.shape, step)
-                    rows = whole[item.first_row : item.first_row + len(item.tensor)]
-                    item.tensor.grad = rows.clone()
+                for item in state._rows.trained.values():
+                    set_gradient(item, step)
                 state.prepare(LR)
                 state.apply(LR, num_units=1)
             found[world_size, num_shards] = gathered(state, group)
@@ -182,6 +188,24 @@ def test_shards_step_to_the_bits_of_one_process(name: str, model: dict[str, str]
                 torch.testing.assert_close(state[own], tensor, rtol=1e-6, atol=1e-7)
             else:
                 assert torch.equal(state[own], tensor), (layout, own)
+
+
+def test_shards_average_and_step_bfloat16_to_the_bits_of_one_process() -> None:
+    layouts: list[tuple[int, int | None]] = [(3, None), (4, 2)]
+    for name in ("muon", "lion"):
+        groups = [{"match": ".", "optimizer": "lion"}] if name == "lion" else []
+        job = tiny_job(
+            **ODD, **JOBS[name], train__ema=0.75, train__precision="pure_bf16", train__param_groups=groups
+        )
+        whole = stepped(job)
+        expected = {(item.group, item.name): item.tensor for item in whole.items()}
+        by_adamw = {*whole.optimizer_state().get("exp_avg", {})} if name == "muon" else set()
+        (found, *_) = on_ranks(4, steps_in_shards, job, layouts)
+        for layout, state in found.items():
+            assert list(state) == list(expected)
+            for own, tensor in expected.items():
+                if own[1].removeprefix("exp_avg.").removeprefix("exp_avg_sq.") not in by_adamw:
+                    assert torch.equal(state[own], tensor), (name, layout, own)
 
 
 @pytest.mark.parametrize("name", ["sgd with momentum", "lion", "muon", "adafactor"])
@@ -233,6 +257,49 @@ def test_another_optimizer_is_refused_unless_its_state_begins_anew(tmp_path: Pat
         for item in state.items():
             expected = theirs[item.name] if item.group == "model" else torch.zeros_like(item.tensor)
             assert torch.equal(item.tensor, expected), (name, item.name)
+
+
+# ------------------------------------------------------------------------------------------ averaged weights
+def averages_of(state: TrainState) -> dict[str, Tensor]:
+    return {item.name: item.tensor for item in state.items() if item.group == "ema"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+def test_averages_of_trained_weights_decay_by_step_in_float32(precision: str) -> None:
+    job = tiny_job(**ODD, train__ema=0.75, train__precision=precision)
+    state = stepped(job, 0)
+    weights = state._rows.trained
+    assert "frozen" not in weights
+    expected = {name: item.tensor.detach().float().clone() for name, item in weights.items()}
+    for _ in range(3):
+        stepped(job, 1, state)
+        expected = {n: 0.75 * expected[n] + 0.25 * weights[n].tensor.detach().float() for n in expected}
+    found = averages_of(state)
+    assert found.keys() == expected.keys()
+    for name, average in found.items():
+        assert average.dtype == torch.float32
+        torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-7)
+    state.apply(LR, num_units=0)
+    assert all(torch.equal(found[name], average) for name, average in averages_of(state).items())
+
+
+def test_averages_that_are_set_later_begin_with_the_weights_and_may_be_left_out(tmp_path: Path) -> None:
+    files = CommittedFiles(Storage(str(tmp_path)))
+    plain, averaged = tiny_job(), tiny_job(train__ema=0.5)
+    before = stepped(plain)
+    commit_state(RunStore(Storage(str(tmp_path))), KEY, layout_of(1, 1), [before.items()], optimizer_steps=3)
+    state = stepped(averaged, 1)
+    load(state.items(), KEY.point_name, files)
+    state.filled()
+    weights = {name: item.tensor for name, item in state._rows.trained.items()}
+    assert all(torch.equal(average, weights[name]) for name, average in averages_of(state).items())
+    assert state.optimizer_steps == 3
+    later = dataclasses.replace(KEY, step=2)
+    commit_state(RunStore(Storage(str(tmp_path))), later, layout_of(1, 1), [state.items()], optimizer_steps=3)
+    without = stepped(plain, 1)
+    load(without.items(), later.point_name, files)
+    without.filled()
+    assert without.digest() == before.digest()
 
 
 # ------------------------------------------------------------------------------------------- which has which

@@ -22,7 +22,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
-from orchestrator.checkpoint.files.manifest import MODEL, PartDamage
+from orchestrator.checkpoint.files.manifest import EMA, MODEL, PartDamage
 from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
 from orchestrator.checkpoint.points.points import Point
@@ -167,15 +167,31 @@ def _header(forms: Iterable[TensorForm]) -> bytes:
 class PointTensors:
     """The model's tensors of the point `name`. `entries` are ordered by name.
 
-    `say` is called with the progress of reading.
+    `say` is called with the progress of reading. `averaged`: of each weight its average (`train.ema`), and
+    the other tensors as they are.
     """
 
-    def __init__(self, store: RunStore, name: str, say: Callable[[str], None] = lambda text: None) -> None:
-        """Raises `ResumePointError` naming the damaged file."""
+    def __init__(
+        self,
+        store: RunStore,
+        name: str,
+        say: Callable[[str], None] = lambda text: None,
+        averaged: bool = False,
+    ) -> None:
+        """Raises `ResumePointError` naming the damaged file, and `RefusedError` if there are no averages."""
         manifest = store.read_manifest(name)
         self._name, self._reader = name, PointReader(store.storage, manifest)
+        averages = {of: tensor for (group, of), tensor in manifest.tensors.items() if group == EMA}
+        if averaged and not averages:
+            raise RefusedError(
+                f"resume point {name} has no averaged weights to export: it was trained with train.ema=null; "
+                "leave --ema out, or take a point that was trained with train.ema",
+                code="export.no_averages",
+            )
         self.entries = tuple(
-            tensor for (group, _), tensor in sorted(manifest.tensors.items()) if group == MODEL
+            averages.get(of, tensor) if averaged else tensor
+            for (group, of), tensor in sorted(manifest.tensors.items())
+            if group == MODEL
         )
         self._progress = ReadingProgress(say, f"weights of {name}")
         self._progress.expect(sum(num_bytes(entry.dtype, entry.shape) for entry in self.entries))
@@ -210,6 +226,7 @@ def export_point(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
+    averaged: bool = False,
 ) -> Exported:
     """Writes the weights of the point `name` to the folder `out`, which must not exist or must be empty.
 
@@ -218,9 +235,10 @@ def export_point(
     whole as soon as EXPORT is there.
 
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
-    `say` is called with the progress if the export takes long. Raises `RefusedError` for another `dtype`, an
-    `out` that is taken or in the run's folder, and a point that the run has deleted meanwhile. Raises
-    `ResumePointError` naming the damaged file, and `StorageError`.
+    `averaged` writes the averages of `train.ema` in place of the weights, in float32 without a `dtype`. `say`
+    is called with the progress if the export takes long. Raises `RefusedError` for another `dtype`, a point
+    without averages, an `out` that is taken or in the run's folder, and a point that the run has deleted
+    meanwhile. Raises `ResumePointError` naming the damaged file, and `StorageError`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RefusedError(
@@ -231,12 +249,12 @@ def export_point(
     where = store.storage.beside(str(out))
     if where.folder is None:
         _require_free_prefix(where, store.storage.root)
-        return write_export(store, name, where, "", dtype, shard_bytes, say)
+        return write_export(store, name, where, "", dtype, shard_bytes, say, averaged)
     folder, run = where.folder, store.storage.root
     _require_free(folder, run)
     beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
     try:
-        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes, say)
+        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes, say, averaged)
         _require_free(folder, run)
         os.rename(beside, folder)  # also if `out` is an empty folder
         Storage(str(folder.parent)).sync("")
@@ -257,13 +275,14 @@ def write_export(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
+    averaged: bool = False,
 ) -> Exported:
     """Writes new files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no
     EXPORT.
     """
     try:
         point = store.read_point(name)
-        tensors = PointTensors(store, name, say)
+        tensors = PointTensors(store, name, say, averaged)
         pieces, files = _pieces(store, point, tensors, dtype)
         files |= _tokenizer(store)
         written = [write_file(storage, folder, path, data) for path, data in sorted(files.items())]
@@ -287,6 +306,7 @@ def write_export(
         dtype=dtype or "",
         created=now_text(),
         files=tuple(sorted(written, key=lambda entry: entry.path)),
+        averaged=averaged,
     )
     path = f"{folder}/{MARKER}" if folder else MARKER
     if not storage.create(path, seal(encode(exported))):

@@ -37,7 +37,7 @@ class Exported:
     """The content of EXPORT: the origin of the weights, and every other file with its size and digest.
 
     `dtype` is empty if numbers are as trained. `weights_digest` is the point's, of the weights before any
-    `dtype`.
+    `dtype`. `averaged`: they are the averages of `train.ema` in place of these weights.
     """
 
     format: int
@@ -48,6 +48,7 @@ class Exported:
     dtype: str
     created: str
     files: tuple[FileEntry, ...]
+    averaged: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -6,7 +6,7 @@ These are lower bounds: a job that exceeds them cannot work; a job within them m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.planning.state.memory import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
+_AVERAGE_BYTES = 4  # of a number of `train.ema`, which is float32
 _CUDA_BYTES = 256 << 20  # the minimum that CUDA and its libraries take of a GPU for one process
 _TOKENIZER_OBJECT_BYTES = 16 << 20
 _TOKEN_BYTES = 4  # of a token that the feeder holds
@@ -108,7 +109,7 @@ def needs_of(
 def _state_text(job: JobConfig, size: ModelSize, layout: Layout, held: WorkerMemory) -> str:
     dtype_bytes, trained = _weight_bytes(job), size.parameters - size.frozen
     text, state = f"{trained:,} parameters × {dtype_bytes} bytes", _optimizer_size(job, size).state
-    if state == 2 * trained:
+    if state == 2 * trained and job.train.ema is None:
         text += f" × 4 for weights, gradients and {_optimizer_label(job)}"
     else:
         text += f" × 2 for weights and gradients + {gib(state * dtype_bytes)} for {_optimizer_label(job)}"
@@ -146,13 +147,19 @@ def _optimizers(job: JobConfig) -> list[str]:
 
 
 def _optimizer_size(job: JobConfig, size: ModelSize) -> OptimizerSize:
-    return optimizer_size(size, _optimizers(job), bool(job.train.optimizer_args.get("momentum")))
+    """With averaged weights (`train.ema`), as numbers of the weights' type."""
+    found = optimizer_size(size, _optimizers(job), bool(job.train.optimizer_args.get("momentum")))
+    if job.train.ema is None:
+        return found
+    averages = (size.parameters - size.frozen) * _AVERAGE_BYTES // _weight_bytes(job)
+    return replace(found, state=found.state + averages)
 
 
 def _optimizer_label(job: JobConfig) -> str:
     """The optimizers as messages name them; of a plug-in nothing is known before it is tried."""
     names = [{"adamw": "AdamW"}.get(each, each) for each in _optimizers(job)]
-    return " and ".join(f"{name} (not counted)" if ":" in name else name for name in names)
+    names = [f"{name} (not counted)" if ":" in name else name for name in names]
+    return " and ".join(names if job.train.ema is None else [*names, "averaged weights"])
 
 
 def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:

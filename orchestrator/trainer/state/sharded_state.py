@@ -23,7 +23,7 @@ from typing_extensions import override
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of
-from orchestrator.trainer.loading.state_tensors import Item, own_tensors, whole_item
+from orchestrator.trainer.loading.state_tensors import Item, begin_anew, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.whole_parameters import Shards
@@ -73,7 +73,7 @@ class ShardedState(TrainState):
         self.model = self._skeleton
         self._mesh: DeviceMesh | None = None
         self._settings = settings_of(self._skeleton, train)
-        self._rows = OwnRows((), self._settings, device)
+        self._rows = OwnRows((), self._settings, train.ema, device)
         self._before: tuple[Layout, int, OwnRows] | None = None
         self._group: Group | None = None
         self._untouched = False
@@ -93,7 +93,7 @@ class ShardedState(TrainState):
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
         self._layout, self._rank = layout, view.rank
-        self._rows = OwnRows(self._model_items(), self._settings, self._device)
+        self._rows = OwnRows(self._model_items(), self._settings, self._train.ema, self._device)
         self._untouched = False
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
@@ -206,10 +206,8 @@ class ShardedState(TrainState):
         if self._untouched:
             return
         self.writable()
-        weights = [item for item in self.items() if item.group == MODEL]
-        for item in self.items():
-            if item.group != MODEL:
-                item.tensor.zero_()
+        items = self.items()
+        weights = [item for item in items if item.group == MODEL]
         from_files = self._config.pretrained is not None or self._config.init_from is not None
         if not (from_files and fill_rows(self._config, self._skeleton, weights)):
             values = self._first_values()
@@ -219,6 +217,7 @@ class ShardedState(TrainState):
                     whole = values(item.name)
                     mine = whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole
                     rows.copy_(mine)
+        begin_anew(items, weights)
         self.filled()
         self._untouched = True
 

@@ -24,12 +24,14 @@ from orchestrator.records.steps import StateKey
 from orchestrator.trainer.loading.state_tensors import (
     STEPS,
     Item,
+    begin_anew,
     own_tensors,
     tensor_bytes,
     whole_item,
 )
 from orchestrator.trainer.model.build_model import build_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
+from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
 from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
 
 if TYPE_CHECKING:
@@ -72,9 +74,15 @@ class OwnRows:
     `OptimizerRows` has the others.
     """
 
-    def __init__(self, items: Sequence[Item], settings: Mapping[str, Setting], device: torch.device) -> None:
+    def __init__(
+        self,
+        items: Sequence[Item],
+        settings: Mapping[str, Setting],
+        ema: float | None,
+        device: torch.device,
+    ) -> None:
         """`items` are of the group MODEL. Those whose tensor is an `nn.Parameter` that requires a gradient
-        are trained, as `settings` states.
+        are trained, as `settings` states, and averaged with the decay `ema`.
         """
         self._model = list(items)
         self.trained = {
@@ -86,6 +94,7 @@ class OwnRows:
         self._steps = torch.zeros((), dtype=torch.int64)
         # its state is created here rather than at the first step, so that a state always has the same items
         self._optimizer = OptimizerRows(list(self.trained.values()), settings, device)
+        self._averages = None if ema is None else AveragedWeights(list(self.trained.values()), ema)
         self.note_buffers()
 
     @property
@@ -102,6 +111,7 @@ class OwnRows:
         items = [replace(item, tensor=item.tensor.detach()) for item in self._model]
         items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
         items += self._optimizer.items()
+        items += self._averages.items() if self._averages is not None else ()
         return items
 
     def note_buffers(self) -> None:
@@ -125,6 +135,8 @@ class OwnRows:
         """Runs one step of the optimizer with the gradients in `.grad`."""
         self._optimizer.step(lr, self.optimizer_steps)
         self._steps += 1
+        if self._averages is not None:
+            self._averages.step()
 
 
 class TrainState:
@@ -148,7 +160,7 @@ class TrainState:
         for name, tensor in own_tensors(self._held):
             tensor.data = tensor.data.contiguous()
             items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-        self._rows = OwnRows(items, settings_of(self.model, train), device)
+        self._rows = OwnRows(items, settings_of(self.model, train), train.ema, device)
 
     def _begin_blank(self) -> None:
         # Returns when the tensors may be written to. Code that copies them in the background replaces it.
@@ -309,10 +321,10 @@ class TrainState:
             return
         self.writable()
         fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
-        for item in self.items():
-            if item.group == MODEL:
-                item.tensor.copy_(fresh[item.name].detach())
-            else:
-                item.tensor.zero_()
+        items = self.items()
+        weights = [item for item in items if item.group == MODEL]
+        for item in weights:
+            item.tensor.copy_(fresh[item.name].detach())
+        begin_anew(items, weights)
         self.filled()
         self._untouched = True
