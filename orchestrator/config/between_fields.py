@@ -5,6 +5,7 @@ The rules check plain JSON values, so that one invalid field does not hide probl
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -220,8 +221,11 @@ def _positions(seq_len: int, config: dict[str, Any] | None) -> _Wrong | None:
     )
 
 
-def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> _Wrong | None:
-    if schedule != "constant" and all(stop is None for stop in stops):
+def _decay(
+    schedule: Any, decay_steps: int | None, decay_power: float | None, warmup: int, *stops: int | None
+) -> _Wrong | None:
+    by_points = isinstance(schedule, list)
+    if not by_points and schedule != "constant" and all(stop is None for stop in stops):
         return _Wrong(
             _NO_STOP,
             f"is {schedule}, which decays, but there is no end; set train.max_steps, train.max_samples or "
@@ -231,9 +235,37 @@ def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> _Wrong
         return _Wrong(
             MISSING, "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
         )
-    if schedule != "wsd" and decay_steps is not None:
+    if schedule == "power" and decay_power is None:
+        return _Wrong(MISSING, "is power, but train.decay_power is null; set the exponent of the decay")
+    shown = show(schedule) if by_points else schedule
+    for name, value, of in (("decay_steps", decay_steps, "wsd"), ("decay_power", decay_power, "power")):
+        if schedule != of and value is not None:
+            return _Wrong(
+                _CONFLICT, f"is {shown}, but train.{name}={value} is for {of} only; set it to null"
+            )
+    if not by_points:
+        return None
+    if warmup:
         return _Wrong(
-            _CONFLICT, f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
+            _CONFLICT,
+            f"is {shown}, which is the whole schedule, and train.warmup_steps={warmup}; set it to 0, and "
+            "write the warm-up as the first points",
+        )
+    return _order_of_points([tokens for tokens, _ in schedule])
+
+
+def _order_of_points(tokens: list[int]) -> _Wrong | None:
+    for earlier, later in itertools.pairwise(tokens):
+        if later < earlier:
+            return _Wrong(
+                "config.invalid_value",
+                f"has a point at {later} tokens after one at {earlier}; write the points in their order",
+            )
+    if often := [each for each in tokens if tokens.count(each) > 2]:
+        return _Wrong(
+            _DUPLICATE,
+            f"has {tokens.count(often[0])} points at {often[0]} tokens; a jump has two, the factor before it "
+            "and the factor after it",
         )
     return None
 
@@ -429,7 +461,10 @@ _RULES = (
         check=_attention,
     ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
-    _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
+    _Between(
+        fields=("train.schedule", "train.decay_steps", "train.decay_power", "train.warmup_steps", *_STOPS),
+        check=_decay,
+    ),
     _Between(fields=("train.objective_args", "train.objective"), check=_objective_args),
     _Between(fields=("train.optimizer_args", "train.optimizer"), check=_optimizer_args),
     _Between(fields=("train.betas", "train.optimizer", "train.param_groups"), check=_betas),

@@ -341,10 +341,17 @@ class TrainConfig(Section):
     """Highest learning rate."""
     min_lr_ratio: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.1
     """Where a decay ends, as a share of `lr`."""
-    schedule: Annotated[Literal["constant", "cosine", "wsd"], may_change("constant, cosine or wsd")] = (
-        "constant"
-    )
-    """Learning rate over consumed tokens; `wsd`: warm up, stay, decay linearly."""
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine", "wsd", "power"]
+        | Annotated[
+            tuple[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]], ...], Field(min_length=1)
+        ],
+        may_change("constant, linear, cosine, wsd, power, or a list of [tokens, factor of lr]"),
+    ] = "constant"
+    """Learning rate over consumed tokens: after the warm-up it stays, or falls until the run's end; `wsd`:
+    stays, then falls linearly over `decay_steps`; `power`: falls as (1 − t)^`decay_power`; a list of
+    [tokens, factor of lr]: straight lines between these points (docs/howto/schedules.md).
+    """
     warmup_steps: Annotated[int, may_change("a whole number >= 0, in steps", ge=0)] = 0
     """Steps of linear warm-up, turned into tokens when first given."""
     decay_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
@@ -366,6 +373,15 @@ class TrainConfig(Section):
     ] = ()
     """Parameters with a learning rate, weight decay or optimizer of their own, by a regular expression of
     their names; each entry must match some, and no parameter may match two.
+    """
+    decay_power: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = None
+    """Exponent of the decay (`power` only)."""
+    lr_on_batch_change: Annotated[Literal["keep", "linear", "sqrt"], may_change("keep, linear or sqrt")] = (
+        "keep"
+    )
+    """What a resume with another number of tokens per step (batch size times seq_len) does to the learning
+    rate: keep it, or scale it by the ratio of new to old, or by the root of that; a changed `lr` counts as
+    it is written.
     """
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],

@@ -7,8 +7,10 @@ was first given with. The claims store it from then on (data rule 17).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.errors import ConfigError
 from orchestrator.records.cursor import Cursor
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _BEYOND_STOP = "config.beyond_stop"
+# Schedules that fall towards the run's end, and so need a stop.
+DECAYING = ("linear", "cosine", "wsd", "power")
+Points = Sequence[Sequence[float]]  # of a schedule by points: [tokens, factor] each
 
 
 class RateSettings(Protocol):
@@ -31,8 +36,12 @@ class RateSettings(Protocol):
         """The share of `lr` at which a decay ends."""
 
     @property
-    def schedule(self) -> str:
-        """`constant`, `cosine` or `wsd`."""
+    def schedule(self) -> str | Points:
+        """`constant`, one of `DECAYING`, or points."""
+
+    @property
+    def decay_power(self) -> float | None:
+        """The exponent of `power`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +50,8 @@ class Rate:
 
     lr: float
     min_lr_ratio: float
-    schedule: str
+    schedule: str | Points
+    decay_power: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +71,28 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
-    """The run's stops and the schedule's lengths. Of several stops the first that is reached ends the run."""
+    """The run's stops and the schedule's lengths. Of several stops the first that is reached ends the run.
+
+    `lr_factor_squared`: the square, as (numerator, denominator) in lowest terms, of the factor by which
+    changes of the batch have scaled `train.lr` (`train.lr_on_batch_change`). None: they have not.
+    """
 
     max_steps: Length | None = None
     max_samples: Length | None = None
     max_tokens: Length | None = None
     warmup: Length | None = None
     decay: Length | None = None
+    lr_factor_squared: tuple[int, int] | None = None
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor by which changes of the batch have scaled `train.lr`."""
+        if self.lr_factor_squared is None:
+            return 1.0
+        above, below = self.lr_factor_squared
+        roots = math.isqrt(above), math.isqrt(below)
+        is_exact = roots[0] ** 2 == above and roots[1] ** 2 == below
+        return roots[0] / roots[1] if is_exact else math.sqrt(above / below)
 
     @property
     def stop_tokens(self) -> int | None:
@@ -88,13 +113,21 @@ class Budgets:
         return min((limit.tokens for limit in limits if limit), default=None)
 
 
-def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None = None) -> Budgets:
+def budgets_for(
+    config: JobConfig,
+    previous: Budgets | None,
+    at: Cursor | None = None,
+    old: Mapping[str, Any] | None = None,
+) -> Budgets:
     """Returns the budgets under `config` of a run with the budgets `previous` (None: a fresh start), at `at`.
 
     An unchanged number keeps its tokens, whatever batch size and seq_len are now. A changed number is
     converted again, at those of `config`. So is a stop in samples at another seq_len, because the samples
-    still to come have that length. Raises `ConfigError` for a schedule that decays without a known end.
-    Raises it also for a warm-up or decay that goes beyond the stop, unless the run already has these lengths.
+    still to come have that length. `old`: the flat configuration that trained up to `at`, from which
+    `train.lr_on_batch_change` scales the learning rate.
+
+    Raises `ConfigError` for a schedule that decays without a known end. Raises it also for a warm-up or decay
+    that goes beyond the stop, unless the run already has these lengths.
     """
     before, here, train = previous or Budgets(), at or Cursor(), config.train
 
@@ -118,14 +151,31 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
         max_tokens=turned(train.max_tokens, "tokens", before.max_tokens),
         warmup=turned(train.warmup_steps, "steps", before.warmup),
         decay=turned(train.decay_steps, "steps", before.decay),
+        lr_factor_squared=before.lr_factor_squared,
     )
     _check_decay(train.schedule, budgets)
     if budgets != before:
         _check_lengths(train.schedule, budgets)
-    return budgets
+    return budgets if old is None else replace(budgets, lr_factor_squared=_scaled(config, before, old))
 
 
-def _check_lengths(schedule: str, budgets: Budgets) -> None:
+def _scaled(config: JobConfig, before: Budgets, old: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns `Budgets.lr_factor_squared` for a start of `config` that continues what `old` has trained.
+
+    The batch is counted in tokens: a step's samples times seq_len. A rate that the user changes is the one
+    for the new batch, so the factor begins at 1 again.
+    """
+    train = config.train
+    if old["train.lr"] != train.lr:
+        return None
+    factor = Fraction(*(before.lr_factor_squared or (1, 1)))
+    batch = train.global_batch_size * config.pack.seq_len
+    ratio = Fraction(batch, old["train.global_batch_size"] * old["pack.seq_len"])
+    factor *= {"keep": Fraction(1), "linear": ratio**2, "sqrt": ratio}[train.lr_on_batch_change]
+    return None if factor == 1 else (factor.numerator, factor.denominator)
+
+
+def _check_lengths(schedule: str | Points, budgets: Budgets) -> None:
     """Raises `ConfigError` for lengths that do not fit before the stop.
 
     A warm-up that the stop cuts short never reaches `lr`. A decay that is too long begins before the run, and
@@ -156,8 +206,8 @@ def _check_lengths(schedule: str, budgets: Budgets) -> None:
         )
 
 
-def _check_decay(schedule: str, budgets: Budgets) -> None:
-    if schedule != "constant" and budgets.total_tokens is None:
+def _check_decay(schedule: str | Points, budgets: Budgets) -> None:
+    if schedule in DECAYING and budgets.total_tokens is None:
         raise ConfigError(
             f"train.schedule={schedule} decays, but max_steps, max_samples and max_tokens are all null; "
             "set one of them, or train.schedule=constant",
@@ -173,24 +223,50 @@ def _check_decay(schedule: str, budgets: Budgets) -> None:
 def learning_rate(train: RateSettings, budgets: Budgets, consumed_tokens: int) -> float:
     """Returns the learning rate of the step after which the run has consumed `consumed_tokens` positions.
 
-    It rises linearly to `lr` over the warm-up. Then `constant` stays there, `cosine` falls to `lr ·
-    min_lr_ratio` at the total, and `wsd` stays until `decay` positions before the total and falls linearly to
-    `lr · min_lr_ratio`. Past the total it keeps its final value.
+    The peak is `lr`, scaled by the changes of the batch (`Budgets.lr_factor`). The rate rises linearly to the
+    peak over the warm-up. Then `constant` stays there. With t from 0 (end of the warm-up) to 1 (the total),
+    `linear` falls by 1 − t, `cosine` by (1 + cos πt) / 2 (Loshchilov and Hutter 2017), and `power` by
+    (1 − t)^`decay_power`, each to `min_lr_ratio` of the peak. `wsd` stays until `decay` positions before the
+    total and falls linearly to the same end. Past the total the rate keeps its final value.
+
+    Points [tokens, factor] give the factor of the peak, linear between two points, and constant before the
+    first and after the last. Where two points have the same tokens, the step that ends there has the first
+    one's factor, and later steps begin at the second one's.
     """
+    peak = train.lr * budgets.lr_factor
+    if not isinstance(train.schedule, str):
+        return peak * _between_points(train.schedule, consumed_tokens)
     warmup = budgets.warmup.tokens if budgets.warmup else 0
     if consumed_tokens < warmup:
-        return train.lr * (consumed_tokens / warmup)
+        return peak * (consumed_tokens / warmup)
     if train.schedule == "constant":
-        return train.lr
+        return peak
     _check_decay(train.schedule, budgets)
     total = budgets.total_tokens
     assert total is not None, "checked above"
     # A decay longer than what the warm-up leaves begins where the warm-up ends.
     begin = (
-        warmup
-        if train.schedule == "cosine" or not budgets.decay
-        else max(warmup, total - budgets.decay.tokens)
+        max(warmup, total - budgets.decay.tokens) if train.schedule == "wsd" and budgets.decay else warmup
     )
     done = min(1.0, max(0, consumed_tokens - begin) / max(1, total - begin))
-    left = (1.0 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1.0 - done
-    return train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left)
+    left = 1.0 - done
+    if train.schedule == "cosine":
+        left = (1.0 + math.cos(math.pi * done)) / 2
+    elif train.schedule == "power":
+        assert train.decay_power is not None, "the configuration was checked"
+        left = left**train.decay_power
+    return peak * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left)
+
+
+def _between_points(points: Points, consumed_tokens: int) -> float:
+    """Interpolates the factor at `consumed_tokens`, see `learning_rate`."""
+    before = points[0]
+    for point in points:
+        tokens, factor = point
+        if consumed_tokens <= tokens:
+            if consumed_tokens == tokens or point is points[0]:
+                return factor
+            share = (consumed_tokens - before[0]) / (tokens - before[0])
+            return before[1] + (factor - before[1]) * share
+        before = point
+    return before[1]

@@ -180,9 +180,9 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.seq_len=1", UNKNOWN, ["pack.seq_len?"]),
         ("lr=1", UNKNOWN, ["train.lr?"]),
         ("monitr.progress_s=1", UNKNOWN, ["monitr", "monitor?"]),
-        ("batch=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size?"]),
-        ("train.batch=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size?"]),
-        ("train.batch_size=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size?"]),
+        ("batch=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size"]),
+        ("train.batch=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size"]),
+        ("train.batch_size=16", UNKNOWN, ["train.global_batch_size or train.micro_batch_size"]),
         ("learning_rate=1e-3", UNKNOWN, ["learning_rate", "train.lr?"]),
         ("train.learning_rate=1e-3", UNKNOWN, ["train.lr?"]),
         ("workers=2", UNKNOWN, ["cluster.num_workers?"]),
@@ -249,6 +249,13 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.param_groups=[{match: a, lr_scale: 0}]", RANGE, ["0", "a number > 0"]),
         ("train.param_groups=[{match: a, optimizer: 'a:b'}]", CONFLICT, ["a:b", "train.optimizer=adamw"]),
         ("resume.optimizer=new", VALUE, ["'new'", "keep or reset"]),
+        ("train.schedule=power", MISSING, ["train.schedule is power", "train.decay_power"]),
+        ("train.decay_power=2", CONFLICT, ["train.schedule is cosine", "train.decay_power=2", "power"]),
+        ("train.schedule=[]", VALUE, ["train.schedule is []", "a list of [tokens, factor of lr]"]),
+        ("train.schedule=[[0, 1, 2]]", VALUE, ["[[0, 1, 2]]", "a list of [tokens, factor of lr]"]),
+        ("train.schedule=[[0, -1]]", RANGE, ["[[0, -1]]", "a list of [tokens, factor of lr]"]),
+        ("train.schedule=[[0, 1]]", CONFLICT, ["[[0, 1]]", "train.warmup_steps=10"]),
+        ("train.lr_on_batch_change=square", VALUE, ["'square'", "keep, linear or sqrt", "sqrt?"]),
         ("data.window_bytes=5", CONFLICT, ["is 5", "data.fragment_bytes=2097152"]),
         ("data.sources=[]", VALUE, ["data.sources", "[];", "a list of"]),
         ("data.sources.0.format=json", VALUE, ["sources.0.format", "'json'", "jsonl, lines, text, parquet,"]),
@@ -381,6 +388,22 @@ def test_an_override_that_cannot_be_read_is_named_once_and_nothing_else_is_blame
         load_config(QUICKSTART, ["train.lr=[1"])
     (line,) = lines_of(caught.value)
     assert "(override" not in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "values"),
+    [
+        (["train.schedule=power", "train.decay_power=0"], RANGE, ["train.decay_power is 0"]),
+        (["train.schedule=[[5, 1], [4, 1]]"], VALUE, ["4 tokens", "5"]),
+        (["train.schedule=[[5, 1], [5, 2], [5, 1]]"], DUPLICATE, ["3 points", "5 tokens"]),
+        (["train.schedule=[[0, 1]]", "train.decay_steps=3"], CONFLICT, ["[[0, 1]]", "train.decay_steps=3"]),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(
+    overrides: list[str], code: str, values: list[str]
+) -> None:
+    with raises(ConfigError, code, *values):
+        load_config(QUICKSTART, ["train.warmup_steps=0", *overrides])
 
 
 def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None:

@@ -102,6 +102,25 @@ def test_a_new_shape_rebases_the_label_and_keeps_budget_and_learning_rate(batch,
     assert plan.lr_before == plan.lr_after
 
 
+def test_a_plan_shows_the_rate_that_a_changed_batch_scales_and_a_later_plan_keeps_it():
+    scaling = ("train.global_batch_size=24", "train.lr_on_batch_change=linear")
+    plan = resumed(*scaling)
+    assert plan.lr_after == pytest.approx(1.5 * plan.lr_before)
+    assert any("train.lr=0.001" in note and "1.5" in note for note in plan.notes)
+    later = replace(POINT, budgets=plan.budgets, global_batch_size=24)
+    again = decide(job(*scaling), later, job(*scaling).flat())
+    assert (again.lr_before, again.lr_after) == (plan.lr_after, plan.lr_after)
+    assert again.budgets == plan.budgets
+
+
+def test_a_point_of_a_version_without_these_settings_is_planned_as_before():
+    old = {name: value for name, value in BEFORE.flat().items() if name not in ADDED}
+    assert decide(job(), POINT, old) == resumed()
+
+
+ADDED = ("train.decay_power", "train.lr_on_batch_change")
+
+
 def test_a_label_that_is_not_the_count_of_steps_stays_where_the_shape_stays():
     # after an earlier change of shape the label need not be what this shape would have needed
     moved = replace(POINT, key=StateKey(attempt=4, generation=1, step=70))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.schedule import Budgets, Length, Rate, budgets_for, learning_rate
@@ -126,7 +127,7 @@ def test_budgets_survive_their_json():
     assert decode(Budgets, encode(Budgets())) == Budgets()
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "power"])
 def test_a_schedule_that_decays_without_an_end_is_refused(schedule):
     with raises(ConfigError, "config.no_stop", f"train.schedule={schedule}", "max_steps"):
         learning_rate(Rate(lr=1.0, min_lr_ratio=0.1, schedule=schedule), Budgets(decay=tokens(5)), 10)
@@ -157,10 +158,20 @@ BUDGETS = Budgets(max_tokens=tokens(1100), warmup=tokens(100), decay=tokens(200)
         ("wsd", 1000, 2.0 * 0.55),
         ("wsd", 1100, 0.2),
         ("wsd", 9999, 0.2),
+        ("linear", 25, 0.5),
+        ("linear", 100, 2.0),
+        ("linear", 350, 2.0 * (0.1 + 0.9 * 0.75)),
+        ("linear", 1100, 0.2),
+        ("linear", 9999, 0.2),
+        ("power", 25, 0.5),
+        ("power", 100, 2.0),
+        ("power", 350, 2.0 * (0.1 + 0.9 * 0.75**3)),
+        ("power", 1100, 0.2),
+        ("power", 9999, 0.2),
     ],
 )
 def test_the_learning_rate_at_the_corners_of_each_schedule(schedule, consumed, expected):
-    rate = Rate(lr=2.0, min_lr_ratio=0.1, schedule=schedule)
+    rate = Rate(lr=2.0, min_lr_ratio=0.1, schedule=schedule, decay_power=3.0)
     assert learning_rate(rate, BUDGETS, consumed) == pytest.approx(expected)
 
 
@@ -176,17 +187,18 @@ def test_a_decay_longer_than_the_run_begins_after_the_warmup():
 
 
 @given(
-    schedule=st.sampled_from(["constant", "cosine", "wsd"]),
+    schedule=st.sampled_from(["constant", "linear", "cosine", "wsd", "power"]),
+    power=st.floats(0.1, 10),
     warmup=st.integers(0, 500),
     total=st.integers(1, 2000),
     decay=st.integers(1, 2000),
     at=st.integers(0, 3000),
 )
 def test_the_learning_rate_never_leaves_its_bounds_and_falls_after_the_warmup(
-    schedule, warmup, total, decay, at
+    schedule, power, warmup, total, decay, at
 ):
     budgets = Budgets(max_tokens=tokens(total), warmup=tokens(warmup), decay=tokens(decay))
-    rate = Rate(lr=3.0, min_lr_ratio=0.1, schedule=schedule)
+    rate = Rate(lr=3.0, min_lr_ratio=0.1, schedule=schedule, decay_power=power)
     here, later = (learning_rate(rate, budgets, consumed) for consumed in (at, at + 1))
     assert 0.0 <= here <= 3.0
     if at >= warmup:
@@ -226,3 +238,83 @@ def test_a_warmup_and_a_decay_that_do_not_fit_before_the_stop_together_are_refus
     # a run that began so before goes on as it began
     began = replace(fits, decay=replace(fits.decay, given=101, tokens=101 * STEP))
     assert budgets_for(job(*wsd, "train.decay_steps=101"), began) == began
+
+
+POINTS = ((100, 0.0), (300, 1.0), (500, 1.0), (500, 0.25), (900, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("consumed", "factor"),
+    [
+        *((0, 0.0), (100, 0.0), (150, 0.25), (300, 1.0), (400, 1.0)),
+        *((500, 1.0), (501, 0.25 + 0.25 / 400), (700, 0.375), (900, 0.5), (10**9, 0.5)),
+    ],
+)
+def test_points_give_straight_lines_and_a_jump_begins_after_the_step_that_ends_there(consumed, factor):
+    rate = Rate(lr=2.0, min_lr_ratio=0.1, schedule=POINTS)
+    assert learning_rate(rate, Budgets(), consumed) == pytest.approx(2.0 * factor)
+
+
+def test_points_of_a_configuration_need_no_stop_and_give_the_same_rate_after_its_json():
+    stopless = job("train.max_steps=null", "train.warmup_steps=0", "train.schedule=[[0, 1], [4096, .5]]")
+    again = parse_config(stopless.to_json())
+    assert again == stopless
+    flat = stopless.flat()
+    stored = Rate(lr=flat["train.lr"], min_lr_ratio=0.1, schedule=flat["train.schedule"])
+    budgets = budgets_for(stopless, None)
+    for consumed in (1, 2048, 4096, 5000):
+        expected = 1e-3 * (1 - min(consumed, 4096) / 8192)
+        assert learning_rate(stopless.train, budgets, consumed) == pytest.approx(expected)
+        assert learning_rate(stored, budgets, consumed) == learning_rate(stopless.train, budgets, consumed)
+
+
+def started(overrides, before=None, old=()):
+    """The budgets of a start that continues what the job with the overrides `old` has trained."""
+    return budgets_for(job(*overrides), before, Cursor(), None if before is None else job(*old).flat())
+
+
+DOUBLED = ("train.global_batch_size=32",)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("keep", 1.0), ("linear", 2.0), ("sqrt", 2**0.5)])
+def test_a_changed_batch_scales_the_rate_by_its_rule(rule, factor):
+    first = started(())
+    scaled = started((*DOUBLED, f"train.lr_on_batch_change={rule}"), first)
+    assert scaled.lr_factor == factor
+    assert learning_rate(job().train, scaled, 100 * STEP) == pytest.approx(
+        factor * learning_rate(job().train, first, 100 * STEP)
+    )
+    assert decode(Budgets, encode(scaled)) == scaled
+
+
+def test_the_batch_is_counted_in_tokens():
+    as_many = ("train.global_batch_size=32", "pack.seq_len=128", "train.lr_on_batch_change=linear")
+    assert started(as_many, started(())).lr_factor == 1.0
+    longer = ("pack.seq_len=1024", "train.lr_on_batch_change=sqrt")
+    assert started(longer, started(())).lr_factor == 2.0
+
+
+def test_a_resume_without_a_change_keeps_the_factor_and_a_batch_that_returns_gives_the_old_rate_back():
+    rules = ("train.lr_on_batch_change=sqrt",)
+    odd = ("train.global_batch_size=7", *rules)
+    scaled = started(odd, started(rules), rules)
+    assert scaled.lr_factor == pytest.approx((7 / 16) ** 0.5)
+    assert started(odd, scaled, odd) == scaled
+    assert started(rules, scaled, odd) == started(rules)
+
+
+def test_a_factor_remains_under_keep_and_ends_with_a_rate_that_the_user_changes():
+    linear = (*DOUBLED, "train.lr_on_batch_change=linear")
+    scaled = started(linear, started(()))
+    larger = ("train.global_batch_size=64",)
+    assert started(larger, scaled, linear).lr_factor == 2.0
+    fresh = started(("train.global_batch_size=64", "train.lr=0.005", *linear[1:]), scaled, linear)
+    assert fresh.lr_factor == 1.0
+
+
+def test_a_factor_alone_does_not_check_the_lengths_of_a_run_that_began_otherwise():
+    long = Length(given=400, unit="steps", global_batch_size=16, seq_len=256, tokens=400 * STEP)
+    began = replace(budgets_for(job(), None), warmup=long)
+    linear = ("train.warmup_steps=400", *DOUBLED, "train.lr_on_batch_change=linear")
+    scaled = started(linear, began, ("train.warmup_steps=400",))
+    assert (scaled.warmup, scaled.lr_factor) == (long, 2.0)

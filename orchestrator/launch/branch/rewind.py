@@ -37,6 +37,7 @@ from orchestrator.history.sentences import count
 from orchestrator.launch.branch.point_query import PointMatch, PointPlan, PointQuery, find, place, planned
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
+from orchestrator.planning.resume.identity import with_defaults
 from orchestrator.planning.schedule import budgets_for
 
 END_WRITTEN_S = 15.0
@@ -205,7 +206,9 @@ def _begin(
         attempt=claim.number,
         parent=found.point.key,
         inherited=up_to(seen.points, found.point),
-        budgets=budgets_for(parse_config(nested(config)), info.budgets, info.cursor),
+        budgets=budgets_for(
+            parse_config(nested(config)), info.budgets, info.cursor, with_defaults(found.point.config)
+        ),
         encoders=info.encoders,
         sources=info.sources,
         journals=older_journals(seen),

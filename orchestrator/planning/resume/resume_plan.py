@@ -308,7 +308,7 @@ def plan_resume(
         different = _with_encoders_named(different, spans[-1].encoder, encoder)
         if encoder != spans[-1].encoder:
             epochs = None  # of other tokens
-    budgets = budgets_for(config, point.budgets if point else None, cursor)
+    budgets = budgets_for(config, point.budgets if point else None, cursor, old if point else None)
     data_tokens = _data_left(config, point, epochs if skip.request is None else None)
     left = _remaining(config, cursor, budgets, data_tokens)
     return ResumePlan(
@@ -331,6 +331,7 @@ def plan_resume(
             *world_size_notes(config, point.world_size if point else None),
             *end_notes(epochs, data_tokens),
             *([changed.note] if changed else []),
+            *_scaled_rate_note(config, budgets),
         ),
         data_tokens=data_tokens,
         budgets=budgets,
@@ -480,7 +481,16 @@ def _remaining(
 
 
 def _old_rate(old: Mapping[str, Any]) -> RateSettings:
-    return Rate(lr=old["train.lr"], min_lr_ratio=old["train.min_lr_ratio"], schedule=old["train.schedule"])
+    names = ("lr", "min_lr_ratio", "schedule", "decay_power")
+    return Rate(**{name: old[f"train.{name}"] for name in names})
+
+
+def _scaled_rate_note(config: JobConfig, budgets: Budgets) -> Iterator[str]:
+    if budgets.lr_factor_squared is not None:
+        yield (
+            f"changes of the batch scale train.lr={config.train.lr:g} by {budgets.lr_factor:g} "
+            f"(train.lr_on_batch_change, now {config.train.lr_on_batch_change}), until train.lr is changed"
+        )
 
 
 def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
