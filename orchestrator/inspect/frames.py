@@ -43,6 +43,7 @@ STEPS: Table = {
     "data_wait_s": ("s", "of it, waiting for the batch; mean of the workers"),
     "save_blocked_s": ("s", "of it, held up by a save; mean of the workers"),
     "peak_memory_bytes": ("bytes", "the most that a worker had taken: of its GPU, else of the machine"),
+    "mfu": ("", "share of the cards' peak that the model's products needed; missing where it is not known"),
     "digest": ("", "digest of the samples that the ranks trained"),
     "time": ("UTC", "when it had ended"),
 }

@@ -39,7 +39,8 @@ class StepRecord:
     seconds since 1970 (UTC) by the clock of the rank that reported the record, which is rank 0 unless that
     died. `peak_memory_bytes` is the largest amount that a rank's process had taken by then (`trainer.loop`).
     Both are None in records from before these fields. `metrics` are those of the objective by name, each None
-    if it had no value in the step; None if the objective has none.
+    if it had no value in the step; None if the objective has none. `mfu` is the share of the cards' peak
+    that the model's products needed (`trainer.model.model_flops`), None if that is not known.
     """
 
     attempt: int
@@ -58,6 +59,7 @@ class StepRecord:
     ended: float | None = None
     peak_memory_bytes: int | None = None
     metrics: Mapping[str, float | None] | None = None
+    mfu: float | None = None
 
     @property
     def key(self) -> StateKey:

@@ -49,6 +49,7 @@ from orchestrator.trainer.interfaces.step_summary import RankContribution, RankT
 from orchestrator.trainer.loading.state_tensors import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.model.build_model import pick_device, set_determinism
+from orchestrator.trainer.model.model_flops import Utilisation
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
 from orchestrator.trainer.objective.objective import step_units
 from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
@@ -133,6 +134,9 @@ class _Trainer:
         set_determinism(job.invariant, self._device)
         with paused_gc():  # constructing the model imports its code
             self._state, self._gradient = state_and_gradient(job, self._device)
+            self._utilisation = Utilisation.of(
+                self._state.model, job.seq_len, job.train.precision, self._device
+            )
         writer = PartWriter(files.parts, _log.warning, placed=files.placed)
         self._saver = Saver(membership, writer, self._device, faults)
         every = memory_every_steps(job.resume.memory_every_steps, self._state.sharded)
@@ -333,8 +337,9 @@ class _Trainer:
         self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
+        mfu = self._utilisation.of_step(batch.step.num_tokens, summary.step_s, view.world_size)
         record = summary.record(
-            prepared.key, prepared.cursor, prepared.num_units, prepared.lr, ended=time.time()
+            prepared.key, prepared.cursor, prepared.num_units, prepared.lr, ended=time.time(), mfu=mfu
         )
         self._keep(view, record, summary.acknowledged)
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)

@@ -58,6 +58,7 @@ def trained(attempt: int, generation: int, step: int, loss: float = 1.0) -> Step
         step_s=0.5,
         data_wait_s=0.1,
         peak_memory_bytes=2048,
+        mfu=0.25,
         save_blocked_s=0.0,
     )
 
@@ -88,6 +89,8 @@ def test_every_value_of_a_sample_is_a_declared_metric() -> None:
         "grad_norm": 0.5,
         "lr": 1e-3,
         "tokens_per_s": 128.0,
+        "tokens_per_s_per_worker": 64.0,
+        "mfu": 0.25,
         "step_s": 0.5,
         "data_wait_s": 0.1,
         "save_blocked_s": 0.0,

@@ -44,7 +44,8 @@ def test_the_steps_are_the_records_of_the_history(run: Run) -> None:
     steps, records = run.steps(), run.records()
     for name in frames.STEPS:
         if name != "time":
-            assert steps[name].tolist() == [getattr(record, name) for record in records], name
+            expected = [getattr(record, name) for record in records]
+            assert steps[name].fillna(-1).tolist() == [-1 if value is None else value for value in expected]
     assert steps["time"].is_monotonic_increasing
 
 

@@ -24,7 +24,7 @@ from orchestrator.planning.resume.skipping import Skip, SkipClaim
 from orchestrator.records.steps import StateKey, StepRecord
 
 # The fields that every rank measures itself: copies of a step's record may differ in these.
-_TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended", "peak_memory_bytes"})
+_TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended", "peak_memory_bytes", "mfu"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,7 @@ OWN_FIELDS = frozenset({"format", "seq", "time", "run", "run_id", "kind"})
 JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
 REMEMBERED = 100_000  # recent step records compared with later copies, which come soon: until acknowledged
+_WHERE_KNOWN = ("metrics", "mfu")  # fields that the line of a step has only if they have a value
 # The fields of a step that are equal on all ranks. The other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest", "metrics")
 
@@ -152,8 +153,9 @@ class JournalWriter:
             if len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
             fields = {name: _json_float(value) for name, value in encode(record).items()}
-            if record.metrics is None:
-                del fields["metrics"]
+            for name in _WHERE_KNOWN:
+                if fields[name] is None:
+                    del fields[name]
             self._append(STEP, fields)
             self._pending_facts.append(record)
             if self._listener is not None:

@@ -56,6 +56,8 @@ METRICS = {
         _step("grad_norm", "", "Norm of the step's gradient before it is clipped."),
         _step("lr", "", "Learning rate of the step."),
         _step("tokens_per_s", "tokens/s", "Tokens of the step by its seconds."),
+        _step("tokens_per_s_per_worker", "tokens/s", "The same for each worker."),
+        _step("mfu", "", "Share of the cards' peak that the model's products need; of known cards."),
         _step("step_s", "s", "Time of the step."),
         _step("data_wait_s", "s", "Of it, waiting for the batch: mean of the workers."),
         _step("save_blocked_s", "s", "Of it, blocked by a save: mean of the workers."),
@@ -119,7 +121,7 @@ class Sample:
 # fields of a step's record that are metrics with the same name
 _OF_RECORD = (
     *("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"),
-    *("step", "consumed_tokens", "consumed_samples"),
+    *("step", "consumed_tokens", "consumed_samples", "mfu"),
 )
 
 
@@ -167,6 +169,8 @@ class Meter:
             values["peak_memory_bytes"] = record.peak_memory_bytes
         if record.step_s > 0 and before is not None and before.step + 1 == record.step:
             values["tokens_per_s"] = (record.consumed_tokens - tokens) / record.step_s
+            if self._world_size:
+                values["tokens_per_s_per_worker"] = values["tokens_per_s"] / self._world_size
         at_risk = max(0, record.consumed_tokens - self._saved)
         values |= {"tokens_at_risk": at_risk, "last_step_time": now, "steps": 1}
         return Sample(values=values, tokens=record.consumed_tokens)

@@ -18,7 +18,10 @@ from orchestrator.inspect.views.facts.effective_steps import FATES, HISTORY, REW
 from orchestrator.inspect.views.facts.facts import RunFacts, StepSeries, shorts
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
-METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
+METRICS = (
+    *("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes"),
+    "mfu",
+)
 # ratios of two sums: numerator, denominator and name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
 OWN = "own"  # in a request: all metrics of the objective

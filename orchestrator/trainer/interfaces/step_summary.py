@@ -250,11 +250,20 @@ class StepSummary:
             return f"the samples trained have digest {self.digest:016x}, {announced}"
         return None
 
-    def record(self, key: StateKey, cursor: Cursor, units: float, lr: float, ended: float) -> StepRecord:
+    def record(
+        self,
+        key: StateKey,
+        cursor: Cursor,
+        units: float,
+        lr: float,
+        ended: float,
+        mfu: float | None = None,
+    ) -> StepRecord:
         """Builds the step's record. `key` and `cursor` are those after the step, whose loss is divided by
         `units`.
 
-        It is the same on every rank except for `ended`, the time at which this rank had applied the step.
+        It is the same on every rank except for `ended`, the time at which this rank had applied the step, and
+        `mfu`, which this rank computed for its own kind of card.
         """
         return StepRecord(
             attempt=key.attempt,
@@ -273,6 +282,7 @@ class StepSummary:
             ended=ended,
             peak_memory_bytes=self.peak_memory_bytes,
             metrics=self.metrics or None,
+            mfu=mfu,
         )
 
 

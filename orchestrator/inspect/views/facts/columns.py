@@ -1,4 +1,4 @@
-"""A run's journal in memory: its steps as columns (113 bytes each), its generations and events as they are.
+"""A run's journal in memory: its steps as columns (121 bytes each), its generations and events as they are.
 
 It is read once and then extended with new lines. `path` determines which steps count in the end.
 """
@@ -29,7 +29,7 @@ from orchestrator.storage.files import Storage
 
 INTS = ("step", "consumed_samples", "consumed_tokens", "target_tokens")
 FLOATS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s")
-PEAK = "peak_memory_bytes"  # NaN where the journal does not say
+PEAK, MFU = "peak_memory_bytes", "mfu"  # NaN where the journal does not say
 _NAMES = ("attempt", "generation", *INTS, *FLOATS, "digest", "time")
 _TYPES = (int, int, *(int for _ in INTS), *(float for _ in FLOATS), str, str)
 _FIELDS = itemgetter(*_NAMES)
@@ -97,11 +97,11 @@ class JournalSpan:
 
 
 class Columns:
-    """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, and `t`
-    (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the journal
-    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. `metrics` has
-    a column for each metric of the objective, NaN where a step has no value. A repeated step is taken once,
-    at its first place. `kinds` and `of_attempt` have the events by these.
+    """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, `MFU`, and
+    `t` (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the
+    journal does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`.
+    `metrics` has a column for each metric of the objective, NaN where a step has no value. A repeated step is
+    taken once, at its first place. `kinds` and `of_attempt` have the events by these.
 
     Times are seconds since 1970 by the clock of the attempt's first line. Where that clock jumps, the jump is
     taken out of all later times of the attempt, so they never fall and differences are durations. A step of
@@ -109,7 +109,7 @@ class Columns:
     """
 
     def __init__(self) -> None:
-        kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK), "f8")
+        kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK, MFU), "f8")
         kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "ended": "f8"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
         self.metrics: dict[str, Growing] = {}
@@ -166,6 +166,8 @@ class Columns:
             values["ended"] = None if math.isnan(ended) else ended
         peak = float(self[PEAK][row])
         values[PEAK] = None if math.isnan(peak) else int(peak)
+        mfu = float(self[MFU][row])
+        values[MFU] = None if math.isnan(mfu) else mfu
         metrics = {name: float(column.array[row]) for name, column in self.metrics.items()}
         values["metrics"] = {name: value for name, value in metrics.items() if not math.isnan(value)} or None
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
@@ -314,7 +316,8 @@ class Columns:
             own = self.attempts.get(fields["attempt"][row])
             ended = float(found["ended"][row])
             found["t"][row] = min(times[row], ended if own is None else max(own.first, ended))
-        found[PEAK] = np.array([line.get(PEAK) for _, line in steps], dtype="f8")  # None becomes NaN
+        # None becomes NaN
+        found |= {name: np.array([line.get(name) for _, line in steps], dtype="f8") for name in (PEAK, MFU)}
         metrics = [line.get("metrics") or {} for _, line in steps]
         for name in {name: None for of_step in metrics for name in of_step}:
             if name not in self.metrics:
