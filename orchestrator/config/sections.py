@@ -303,6 +303,31 @@ class ParamGroupConfig(Section):
     """Another optimizer, with its default arguments; null: as without the entry."""
 
 
+OnTrouble = Literal["stop", "skip_step"]
+
+
+class NonfinitePolicy(Section):
+    """`train.on_nonfinite` with a budget."""
+
+    action: OnTrouble
+    """What happens to a step whose loss or gradient is not finite."""
+    budget: Annotated[int, Field(ge=1)] = 10
+    """The steps of the run's history that may be left out; the next one stops the run."""
+
+
+class SpikePolicy(Section):
+    """`train.on_spike`."""
+
+    window: Annotated[int, Field(ge=4)]
+    """The newest steps that a step is compared with."""
+    threshold: Annotated[float, Field(gt=0)]
+    """Standard deviations above their mean from which loss or gradient norm is a spike."""
+    action: OnTrouble
+    """What happens to such a step."""
+    budget: Annotated[int, Field(ge=1)] = 10
+    """The steps of the run's history that may be left out; the next one stops the run."""
+
+
 class TrainConfig(Section):
     """Objective, batches, length, optimizer and schedule."""
 
@@ -398,6 +423,23 @@ class TrainConfig(Section):
     """
     max_grad_norm: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = 1.0
     """Gradients are clipped to this norm; null: never."""
+    on_nonfinite: Annotated[
+        OnTrouble | NonfinitePolicy,
+        may_change("stop, skip_step, or {action: one of these, budget: n >= 1}"),
+    ] = "stop"
+    """A step whose loss or gradient is not finite: `stop` the run, or `skip_step`: pass its samples, and
+    leave weights and optimizer as they are, for at most `budget` (10) steps of the run's history
+    (docs/howto/loss-spike.md).
+    """
+    on_spike: Annotated[
+        SpikePolicy | None,
+        may_change(
+            "null, or {window: n >= 4, threshold: x > 0, action: stop or skip_step, budget: n >= 1}"
+        ),
+    ] = None
+    """The same for a step whose loss or gradient norm lies more than `threshold` standard deviations above
+    the mean of the newest `window` steps; null: no step is a spike.
+    """
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0
     """Seed of the initial weights and of dropout."""
     precision: Annotated[
@@ -433,6 +475,12 @@ class TrainConfig(Section):
         if self.numerics == "auto":
             return use_gpu or self.num_shards != 1
         return self.numerics == "fast"
+
+    @property
+    def nonfinite(self) -> NonfinitePolicy:
+        """`on_nonfinite` with its defaults made."""
+        given = self.on_nonfinite
+        return given if isinstance(given, NonfinitePolicy) else NonfinitePolicy(action=given)
 
     @property
     def num_shards(self) -> int | None:

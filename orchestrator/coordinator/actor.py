@@ -23,9 +23,11 @@ from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.metric_sinks import measured
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.coordinator.checked_machine import checked
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import LaunchDriver
+from orchestrator.coordinator.machine.loss_trail import LossTrail
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
@@ -97,7 +99,8 @@ class Coordinator:
             note_beginning(journal, attempt, start.flat_config)
             journal.flush()
         driver = self._driver = LaunchDriver(
-            start, attempt, store, journal, metrics, fault, why_dead or ray_says, feeder_notes
+            *(start, attempt, store, journal, metrics, fault, why_dead or ray_says, feeder_notes),
+            _losses(start, store),
         )
         self._launch, self._commits, self._storage = driver.machine, driver.commits, store.storage
         self._damages: tuple[Damage, ...] = ()
@@ -453,6 +456,16 @@ class Coordinator:
             unreached=request.unreached,
             reason=request.reason,
         )
+
+
+def _losses(start: CoordinatorStart, store: RunStore) -> LossTrail | None:
+    """Reads the losses of the steps so far, if a policy needs them. Raises `StorageError`."""
+    if start.loss_window is None:
+        return None
+    first, seen = start.attempt.number, survey(store)
+    return LossTrail(
+        start.loss_window, first, seen.lineage.records, seen.journal.generations, seen.journal.records
+    )
 
 
 def _text(key: StateKey | None) -> str:

@@ -46,6 +46,7 @@ class CoordinatorStart:
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
     nodes: Nodes | None = None
+    loss_window: int | None = None  # the values that a policy about losses needs; None: there is none
 
 
 def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:

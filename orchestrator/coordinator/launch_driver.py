@@ -37,7 +37,8 @@ from orchestrator.coordinator.machine.launch_actions import (
     Say,
     Warn,
 )
-from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, OpenJoins
+from orchestrator.coordinator.machine.loss_trail import LossTrail
+from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, JoinAnswer, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
 from orchestrator.elastic.roster import GenerationCause, Roster
@@ -53,7 +54,7 @@ from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.evals import EvalRecord
-from orchestrator.records.membership import GenerationView, Refusal, RunOver
+from orchestrator.records.membership import GenerationView, RunOver
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
@@ -89,8 +90,12 @@ class LaunchDriver(CommitListener):
         fault: Hook,
         why_dead: Callable[[MemberInfo], str | None],
         feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None,
+        losses: LossTrail | None,
     ) -> None:
-        """`why_dead` and `feeder_notes` as in `Coordinator`. `metrics` listens to the journal."""
+        """`why_dead` and `feeder_notes` as in `Coordinator`. `metrics` listens to the journal.
+
+        `losses`: of the steps so far, if a policy needs them.
+        """
         self.machine, self.journal = launch_machine(start, attempt), journal
         self.joins, self.ends = OpenJoins(), GenerationEnds()
         self.roster = Roster(start.size.max_workers, attempt.earlier.members, attempt.why)
@@ -114,7 +119,7 @@ class LaunchDriver(CommitListener):
         self.acknowledged = -1
         self.end_is_written = attempt.earlier.ended is not None
         self._start, self._attempt, self._store = start, attempt, store
-        self._metrics, self._fault, self._why_dead = metrics, fault, why_dead
+        self._metrics, self._fault, self._why_dead, self._losses = metrics, fault, why_dead, losses
         skipped = SkippedDocuments(start.storage, attempt.number)
         self._feeder_notes = FeederNotes(feeder_notes, journal, skipped, self.warned)
         self._pulse = Pulse(store.heartbeat(attempt.number))
@@ -148,7 +153,11 @@ class LaunchDriver(CommitListener):
         """Takes step records of a report, a join or a vote. Copies change nothing."""
         for record in records:
             self._note_loaded(record)
-            self.journal.step(record)
+            is_new = self.journal.step(record)
+            if self._losses is not None:
+                self._losses.recorded(record)
+            if is_new and record.skipped is not None:
+                self.news.say(sentences.step_skipped(record))
             self.machine.recorded(record, time.monotonic())
 
     def take_evaluation(self, record: EvalRecord, is_last: bool) -> None:
@@ -169,9 +178,7 @@ class LaunchDriver(CommitListener):
         if is_last:
             self._evaluated = record.step
 
-    def _with_evaluated(
-        self, answer: GenerationView | Refusal | RunOver
-    ) -> GenerationView | Refusal | RunOver:
+    def _with_evaluated(self, answer: JoinAnswer) -> JoinAnswer:
         """Tells the members of a generation what was evaluated when its first member was answered."""
         if not isinstance(answer, GenerationView):
             return answer
@@ -194,7 +201,8 @@ class LaunchDriver(CommitListener):
         for action in actions:
             match action:
                 case Answer():
-                    self.joins.answer(action.member, self._with_evaluated(action.answer))
+                    answer = self._with_losses(self._with_evaluated(action.answer))
+                    self.joins.answer(action.member, answer)
                 case Note():
                     self.journal.event(action.kind, **action.fields)
                 case Kill():
@@ -218,6 +226,12 @@ class LaunchDriver(CommitListener):
         for event in gone:
             # Not awaited: a commit that waits for storage must not prevent members from joining.
             self.commits.notify_soon(event)
+
+    def _with_losses(self, answer: JoinAnswer) -> JoinAnswer:
+        """Adds the history before a generation's parent to its view."""
+        if self._losses is None or not isinstance(answer, GenerationView):
+            return answer
+        return replace(answer, losses=self._losses.at(answer.parent))
 
     async def notify(self) -> None:
         """Wakes all waiting calls after a change."""
@@ -255,7 +269,10 @@ class LaunchDriver(CommitListener):
         for member in self.machine.leavers(formation):
             self.roster.gone(member, sentences.DRAINED, GenerationCause.NODE_DRAINED)
         cause = self.roster.cause(formation.members)
-        self.journal.generation(_journalled(formation, self._start, self._attempt, cause))
+        start = _journalled(formation, self._start, self._attempt, cause)
+        self.journal.generation(start)
+        if self._losses is not None:
+            self._losses.begun(start)
         while not await self.flush():
             await self.carry_out(self.machine.tick(time.monotonic()))
             if self.machine.ended is not None:

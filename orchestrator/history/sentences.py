@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from orchestrator import errors
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
 from orchestrator.records.run_status import CODE, PEERS, GroupChange, GroupMember, Loss, Stall
+from orchestrator.records.steps import NONFINITE, StepRecord
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
@@ -35,8 +36,18 @@ def count(number: int, what: str) -> str:
 
 
 def loss(value: float | None) -> str:
-    """A step's loss; a step without target tokens has none."""
-    return "none (no targets)" if value is None else f"{value:.4f}"
+    """A step's loss; a step has none without target tokens, and if it was not finite."""
+    return "none" if value is None else f"{value:.4f}"
+
+
+def step_skipped(record: StepRecord) -> str:
+    """The line for a step that a policy about losses has left out."""
+    why = "its loss or gradient is not finite" if record.skipped == NONFINITE else "it is a spike"
+    value = "" if record.loss is None else f"loss {record.loss:.4f}, "
+    return (
+        f"step {record.step} is skipped, because {why} ({value}gradient norm {record.grad_norm:.4g}): "
+        "weights and optimizer stay as they are"
+    )
 
 
 def worker(member: GroupMember) -> str:

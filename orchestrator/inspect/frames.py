@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import RefusedError
 from orchestrator.inspect.status.view import RunView, status_html, status_lines
+from orchestrator.records.steps import SKIP_CAUSES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +45,7 @@ STEPS: Table = {
     "save_blocked_s": ("s", "of it, held up by a save; mean of the workers"),
     "peak_memory_bytes": ("bytes", "the most that a worker had taken: of its GPU, else of the machine"),
     "mfu": ("", "share of the cards' peak that the model's products needed; missing where it is not known"),
+    "skipped": ("", "why no weight was moved: nonfinite or spike; empty for a step that was applied"),
     "digest": ("", "digest of the samples that the ranks trained"),
     "time": ("UTC", "when it had ended"),
 }
@@ -192,8 +194,9 @@ def steps_frame(columns: Columns, path: EffectiveSteps) -> pd.DataFrame:
     at = columns["generation"][rows]
     values: dict[str, Any] = {"attempt": ids[at, 0], "generation": ids[at, 1]}
     for name in STEPS:
-        if name not in ("attempt", "generation", "digest", "time"):
+        if name not in ("attempt", "generation", "digest", "time", "skipped"):
             values[name] = columns[name][rows]
+    values["skipped"] = [("", *SKIP_CAUSES)[code] for code in columns["skipped"][rows].tolist()]
     values["digest"] = [f"{digest:016x}" for digest in columns["digest"][rows].tolist()]
     values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
     own = {name: pd.Series(column.array[rows], dtype="float64") for name, column in columns.metrics.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.steps import StateKey, StepRecord
 
 
@@ -143,7 +144,8 @@ class GenerationView:
     shards; empty if `source_rank` is None. `keep` is a memory point that is complete among the members: its
     copies must not be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number for
     the node of each rank, `own_host` the host under which the others reach this member. `evaluated` is the
-    newest step whose evaluation was recorded when the generation formed, −1 if there is none.
+    newest step whose evaluation was recorded when the generation formed, −1 if there is none. `losses` is the
+    history before the parent, if a policy about losses needs it (`planning.loss_policy`).
     """
 
     attempt: int
@@ -166,6 +168,7 @@ class GenerationView:
     nodes: tuple[int, ...] = ()
     own_host: str = ""
     evaluated: int = -1
+    losses: LossHistory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

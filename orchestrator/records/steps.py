@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from orchestrator.records.arrays import Int32Array
 
 
+# Why a step was skipped (`StepRecord.skipped`).
+NONFINITE, SPIKE = "nonfinite", "spike"
+SKIP_CAUSES = (NONFINITE, SPIKE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StateKey:
     """Identity of one training state, ordered: (attempt, generation, step).
@@ -40,7 +45,9 @@ class StepRecord:
     died. `peak_memory_bytes` is the largest amount that a rank's process had taken by then (`trainer.loop`).
     Both are None in records from before these fields. `metrics` are those of the objective by name, each None
     if it had no value in the step; None if the objective has none. `mfu` is the share of the cards' peak
-    that the model's products needed (`trainer.model.model_flops`), None if that is not known.
+    that the model's products needed (`trainer.model.model_flops`), None if that is not known. `skipped` is
+    one of `SKIP_CAUSES` if the step moved the place in the data and no weight (`planning.loss_policy`). Its
+    loss is None if that was not finite.
     """
 
     attempt: int
@@ -60,6 +67,7 @@ class StepRecord:
     peak_memory_bytes: int | None = None
     metrics: Mapping[str, float | None] | None = None
     mfu: float | None = None
+    skipped: str | None = None
 
     @property
     def key(self) -> StateKey:

@@ -102,7 +102,7 @@ class Evaluator:
                 break
             contribution = self._contribution(part, batch, place, names)
             summary = exchange(names, contribution)
-            problem = replace(summary, not_finite=0, grad_norm=0.0).problem(self.world_size, batch)
+            problem = summary.mismatch(self.world_size, batch)
             if problem is not None:
                 raise TrainingError(
                     f"the evaluation of {part.name} after step {key.step} is wrong: {problem}",

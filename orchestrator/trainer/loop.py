@@ -20,8 +20,10 @@ from orchestrator.faults import Hook, no_fault
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.loss_policy import REFUSED, SKIP_STEP, judge, window_of
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
+from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
@@ -108,6 +110,10 @@ def train(
 class _StepRefused(Exception):  # noqa: N818  ends the run from within a step; never leaves the loop
     """The step must not be applied. All ranks learn this from the step's summary."""
 
+    def __init__(self, text: str, code: str) -> None:
+        super().__init__(text)
+        self.code = code
+
 
 class _StopRequested(Exception):  # noqa: N818  ends an evaluation; never leaves the loop
     """The coordinator asks for a stop."""
@@ -149,6 +155,7 @@ class _Trainer:
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
         self._evaluated = -1  # the newest step that this generation, or one before it, has evaluated
+        self._losses = LossHistory()  # before the state, if a policy needs it
         self._num_busy = 0  # ranks that were saving at the last step
         self._waited_s = 0.0  # for the batch of the current step
         self._step_began = time.monotonic()
@@ -217,6 +224,7 @@ class _Trainer:
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data, self._evaluated = False, view.evaluated
+            self._losses = view.losses or LossHistory()
             self._membership.phase(LOAD)
             sources = StateSources(
                 files=self._files,
@@ -257,7 +265,7 @@ class _Trainer:
             try:
                 control = self._step(group, batch)
             except _StepRefused as refused:
-                raise self._end_of(group, str(refused)) from None
+                raise self._end_of(group, str(refused), refused.code) from None
             self._has_stepped = self._all_warm = True
             self._note_digest(group)
             self._allow(group)
@@ -328,23 +336,43 @@ class _Trainer:
         summary = StepSummary.unpack(vector, self._gradient.objective.metric_names)
         self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
-        problem = summary.problem(view.world_size, batch)
-        if problem is not None:
-            raise _StepRefused(
-                f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
-            )
-        apply_prepared(self._state, prepared)
+        skipped = self._judged(view, batch, summary, prepared)
+        apply_prepared(self._state, prepared, skipped is not None)
         self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         mfu = self._utilisation.of_step(batch.step.num_tokens, summary.step_s, view.world_size)
         record = summary.record(
-            prepared.key, prepared.cursor, prepared.num_units, prepared.lr, ended=time.time(), mfu=mfu
+            *(prepared.key, prepared.cursor, prepared.num_units, prepared.lr),
+            ended=time.time(),
+            mfu=mfu,
+            skipped=skipped,
         )
+        self._losses = self._losses.after(record, window_of(job.train))
         self._keep(view, record, summary.acknowledged)
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
         self._num_busy = summary.num_busy
         return carried_out(summary.control, summary.num_busy)
+
+    def _judged(
+        self, view: GenerationView, batch: BatchSlice, summary: StepSummary, prepared: Prepared
+    ) -> str | None:
+        """Decides whether the step is applied (None) or skipped, then returns the cause.
+
+        Raises `_StepRefused` if the run must not continue with it. All ranks decide the same.
+        """
+        code, problem = REFUSED, summary.mismatch(view.world_size, batch)
+        if problem is None:
+            loss, wrong = summary.loss_per_unit(prepared.num_units), summary.not_finite_text()
+            verdict = judge(self._job.train, self._losses, loss, summary.grad_norm, wrong)
+            if verdict is None or verdict.action == SKIP_STEP:
+                return verdict.cause if verdict is not None else None
+            code, problem = verdict.code, verdict.text
+        key = prepared.key
+        raise _StepRefused(
+            f"step {key.step} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}",
+            code,
+        )
 
     def _reduce(
         self, view: GenerationView, batch: BatchSlice, units: float, place: StepPlace
@@ -497,13 +525,13 @@ class _Trainer:
         self._membership.finished(key, reason)
         return Outcome(reason=reason, key=key, cursor=self._state.cursor)
 
-    def _end_of(self, group: Group, problem: str) -> TrainingError:
+    def _end_of(self, group: Group, problem: str, code: str) -> TrainingError:
         """Saves the state before the refused step and returns the error that ends the run.
 
         All ranks know the problem from the same summary. Raises what `_save_last` raises, except
         `UnsavedError`.
         """
-        key, code = self._state.key, "training.step_refused"
+        key = self._state.key
         assert key is not None, "a member that trains holds a state"
         if key.step == 0:
             return TrainingError(f"{problem}. No step was trained before it", code=code)

@@ -78,6 +78,7 @@ def test_every_value_of_a_sample_is_a_declared_metric() -> None:
         meter.generation(formed(1, 1, 0)),
         meter.step(trained(1, 1, 1), NOW),
         meter.event(EventKind.POINT_COMMITTED, {"cursor": {"consumed_tokens": 64}}, NOW),
+        meter.step(replace(trained(1, 1, 2), skipped="spike"), NOW),
         meter.event(EventKind.GROUP_FORMED, {"wanted": 3, "lost": [1, 2], "step": 4, "step_before": 6}, NOW),
         *(meter.event(kind, {}, NOW) for kind in (EventKind.FAILURE, EventKind.END, EventKind.SAVE_GIVEN_UP)),
         *(meter.event(kind, {}, NOW) for kind in (EventKind.DAMAGED_POINT, EventKind.BAD_DOCUMENT)),
@@ -104,7 +105,8 @@ def test_every_value_of_a_sample_is_a_declared_metric() -> None:
         "steps": 1,
     }
     assert values[2] == {"points_committed": 1, "last_point_time": NOW, "tokens_at_risk": 0}
-    assert values[3] == {"workers_wanted": 3, "workers_lost": 2, "steps_repeated": 2}
+    assert values[3]["steps_skipped"] == 1
+    assert values[4] == {"workers_wanted": 3, "workers_lost": 2, "steps_repeated": 2}
 
 
 def test_the_metrics_of_an_objective_are_stored_with_the_step() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.sections import TrainConfig
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
@@ -29,6 +30,7 @@ from orchestrator.history.claims.claim_files import RESUME, START
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.journal_reader import Journal, read_journal
 from orchestrator.launch.member.coordinator_calls import UnansweredError
+from orchestrator.planning.loss_policy import window_of
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest
@@ -81,7 +83,9 @@ class Launch:
         storage_limit_s: float = 60.0,
         max_failures: int = 100,
         sharded: bool = False,
+        policies: TrainConfig | None = None,
     ) -> None:
+        """`policies`: the job's `train`, if it has policies about losses."""
         self.storage = Storage(str(folder))
         self.changed = threading.Condition()
         self.records: dict[StateKey, StepRecord] = {}
@@ -106,6 +110,12 @@ class Launch:
             storage_limit_s=storage_limit_s,
             sharded=sharded,
         )
+        if policies is not None:
+            given = policies.model_dump(mode="json")
+            config = {f"train.{name}": given[name] for name in ("on_nonfinite", "on_spike")}
+            self._start = dataclasses.replace(
+                self._start, flat_config={**CONFIG, **config}, loss_window=window_of(policies)
+            )
         self._loop = asyncio.new_event_loop()
         self._looping = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._looping.start()

@@ -129,6 +129,14 @@ class PoisonModel(torch.nn.Module):
         return self.table(input_ids).masked_fill(poison, float("nan"))
 
 
+class SpikeModel(PoisonModel):
+    """Its logits are large for a sample that holds POISON."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        poison = (input_ids == POISON).any(1)[:, None, None]
+        return self.table(input_ids) * torch.where(poison, 1000.0, 1.0)
+
+
 class ModelOfCollectives(PoisonModel):
     """Its forward pass raises from torch's code for collectives: what is said of tensors that do not fit
     together, or `text`.

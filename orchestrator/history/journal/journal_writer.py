@@ -41,9 +41,12 @@ OWN_FIELDS = frozenset({"format", "seq", "time", "run", "run_id", "kind"})
 JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
 REMEMBERED = 100_000  # recent step records compared with later copies, which come soon: until acknowledged
-_WHERE_KNOWN = ("metrics", "mfu")  # fields that the line of a step has only if they have a value
+_WHERE_KNOWN = ("metrics", "mfu", "skipped")  # fields that the line of a step has only if they have a value
 # The fields of a step that are equal on all ranks. The other fields are one rank's own measurements.
-_SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest", "metrics")
+_SHARED = (
+    *("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest", "metrics"),
+    "skipped",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,7 +223,8 @@ class JournalWriter:
     def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
         """The mean loss of the steps from the state `after` (None: from this attempt's beginning) to `key`.
 
-        It covers the steps that this attempt has recorded, without those that have no targets. None if no
+        It covers the steps that this attempt has recorded, without those that have no targets or were
+        skipped. None if no
         step has a loss, or one is not finite.
         """
         losses = list[float]()
@@ -231,8 +235,8 @@ class JournalWriter:
                 here = after is not None and (after.attempt, after.generation) == (at.attempt, at.generation)
                 first = max(chain.start.step, after.step) if here and after is not None else chain.start.step
                 keys = (dataclasses.replace(key, step=step) for step in range(first + 1, at.step + 1))
-                known = (self._seen[each].loss for each in keys if each in self._seen)
-                losses += [loss for loss in known if loss is not None]
+                known = [self._seen[each] for each in keys if each in self._seen]
+                losses += [each.loss for each in known if each.loss is not None and each.skipped is None]
                 at = None if here else chain.start.parent
         mean = math.fsum(losses) / len(losses) if losses else math.nan
         return mean if math.isfinite(mean) else None

@@ -74,6 +74,7 @@ METRICS = {
         _gauge("generation", "", "Number of the training group within the attempt."),
         _gauge("ended", "", "1 once the launch has written its end, else 0."),
         _counter("steps", "Steps that were trained, also those that are trained again."),
+        _counter("steps_skipped", "Steps that train.on_nonfinite or train.on_spike has left out."),
         _counter("steps_repeated", "Steps whose work was lost, so that they are trained again."),
         _counter("points_committed", "Resume points that were committed."),
         _counter("saves_given_up", "Saves that were given up."),
@@ -173,6 +174,8 @@ class Meter:
                 values["tokens_per_s_per_worker"] = values["tokens_per_s"] / self._world_size
         at_risk = max(0, record.consumed_tokens - self._saved)
         values |= {"tokens_at_risk": at_risk, "last_step_time": now, "steps": 1}
+        if record.skipped is not None:
+            values["steps_skipped"] = 1
         return Sample(values=values, tokens=record.consumed_tokens)
 
     def event(self, kind: EventKind, said: Mapping[str, Any], now: float) -> Sample | None:

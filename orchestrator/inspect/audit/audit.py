@@ -25,6 +25,7 @@ from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, How
 from orchestrator.inspect.audit.history_parts import History, history_of
 from orchestrator.inspect.audit.reference.reference_encoding import reference_choice
 from orchestrator.inspect.audit.reference.reference_mixture import begins_anew
+from orchestrator.inspect.audit.skipped_steps import skipped_notes, skipped_steps, wrong_decision
 from orchestrator.inspect.audit.trained_data import named, trained_data
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey, StepRecord
@@ -170,7 +171,8 @@ def audit_history(
     and the records that are held out (`held_out`). `skipped_samples` are those that an attempt was configured
     to leave out before one of the audited steps (`resume.data: skip`). They are drawn as the claim says, end
     where it says, and are compared with no record. They belong to the proven content of an epoch; `not_shown`
-    reports that they were not trained.
+    reports that they were not trained. Steps that `train.on_nonfinite` or `train.on_spike` skipped are
+    among them, without a point. The decisions of these policies about each step are made again.
 
     Raises `DataIdentityError` for a step that differs in an attempt that was configured to continue with
     changed files (data rule 27), and before it reads anything for files of a list that are gone or changed
@@ -202,7 +204,10 @@ def audit_history(
         "repeated_files": repeated,
         "skipped_documents": found.skipped_documents() if wanted and first is None else None,
         "left_out_documents": found.left_out_documents() if wanted and first is None else None,
-        "skipped_samples": [_skip_row(at) for at in found.passed],
+        "skipped_samples": [
+            *(_skip_row(at) for at in found.passed),
+            *(skipped_steps(seen, wanted) if wanted and first is None else ()),
+        ],
         "reference": found.reference(spec, seen) if how.by_reference and first is None else None,
     }
 
@@ -283,7 +288,9 @@ def _compared(
             reason, not_shown = run.compare_epochs(found)
             first = None if reason is None else {"step": None, "reason": reason}
     if first is None:
-        not_shown += _left_out(wanted, found.passed)
+        first = wrong_decision(seen, wanted)
+    if first is None:
+        not_shown += [*_left_out(wanted, found.passed), *skipped_notes(seen, wanted)]
     return found, first, not_shown
 
 

@@ -25,9 +25,11 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.sentences import count
 from orchestrator.launch.branch.point_query import PointQuery, Position, place, wanted_place
 from orchestrator.planning import batches
+from orchestrator.planning.loss_policy import REFUSED, judge, window_of
 from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.steps import BatchSlice, StepRange, StepRecord
 from orchestrator.storage.parallel import at_once
 
@@ -69,6 +71,7 @@ class ReplayHistory:
         self._at_target = [p for p in points if place(p).tokens == self.target.tokens]
         self.begin = self._begin(points)
         tokens = place(self.begin).tokens if self.begin else 0
+        self.before = [r for r in self.seen.lineage.records if r.consumed_tokens <= tokens]
         self.records = [
             r for r in self.seen.lineage.records if tokens < r.consumed_tokens <= self.target.tokens
         ]
@@ -109,6 +112,11 @@ class ReplayHistory:
     def first_regime(self) -> Regime:
         """The regime of the first step to train, or, if there is none, of the one after the target."""
         return self.regime(self.records[0].attempt if self.records else self.next_attempt())
+
+    def regimes(self) -> list[Regime]:
+        """The regimes of all steps to train."""
+        attempts = sorted({record.attempt for record in self.records})
+        return [self.first_regime(), *map(self.regime, attempts)]
 
     def next_attempt(self) -> int:
         """The attempt that trained the step after the target, or would."""
@@ -177,7 +185,7 @@ def _target(seen: Survey, wanted: PointQuery, points: Sequence[Point]) -> Positi
 # the fields of a step's record that must be reproduced exactly
 COMPARED = (
     *("consumed_samples", "consumed_tokens", "target_tokens", "digest", "loss", "grad_norm", "lr"),
-    "metrics",
+    *("metrics", "skipped"),
 )
 SAY_EVERY_S = 10.0
 
@@ -220,6 +228,10 @@ class StepReplayer:
         self.steps_compared = 0
         self.first_difference: dict[str, Any] | None = None
         self._regime = history.first_regime()
+        self._window = max(window_of(regime.config.train) for regime in history.regimes())
+        self._losses = LossHistory()
+        for record in history.before:
+            self._losses = self._losses.after(record, self._window)
         self._feed: InProcessFeed | None = None
         self._enter()
         if begin is None:
@@ -344,14 +356,18 @@ class StepReplayer:
             grad_norm=norm,
         )
         summary = StepSummary.unpack(contribution.pack(0, 1), self._objective.metric_names)
-        if problem := summary.problem(1, batch):
-            raise TrainingError(
-                f"step {record.step} cannot be replayed: {problem}", code="training.step_refused"
-            )
+        wrong = summary.not_finite_text()
+        problem = summary.mismatch(1, batch) or (wrong if record.skipped is None else None)
+        if problem:
+            raise TrainingError(f"step {record.step} cannot be replayed: {problem}", code=REFUSED)
+        loss = summary.loss_per_unit(units)
+        verdict = judge(train, self._losses, loss, summary.grad_norm, wrong)
         lr = learning_rate(train, self._regime.budgets, batch.cursor.consumed_tokens)
-        self.state.apply(lr, units)
+        self.state.apply(lr, 0 if record.skipped is not None else units)  # as the run did
         self.state.cursor = batch.cursor
-        self._compare(record, summary.record(record.key, batch.cursor, units, lr, 0.0))
+        skipped = verdict.cause if verdict is not None else None
+        self._losses = self._losses.after(record, self._window)
+        self._compare(record, summary.record(record.key, batch.cursor, units, lr, 0.0, skipped=skipped))
 
     def _compare(self, recorded: StepRecord, replayed: StepRecord) -> None:
         self.steps_compared += 1

@@ -43,6 +43,7 @@ from orchestrator.coordinator.attempt.survey import Survey, decided
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.formation import GroupSize
 from orchestrator.errors import ConfigError, RefusedError, StorageError
+from orchestrator.planning.loss_policy import watches, window_of
 from orchestrator.planning.resume.source_lists import SourceReading
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.buckets import is_uri
@@ -273,6 +274,7 @@ def coordinator_start(
         sharded=num_shards(attempt) != 1,
         nodes=nodes,
         fixed=fixed,
+        loss_window=window_of(job.train) if watches(job.train) else None,
     )
 
 

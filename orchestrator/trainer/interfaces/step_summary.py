@@ -227,20 +227,28 @@ class StepSummary:
         """The means by name, None if one has no value."""
         return {name: found.mean for name, found in self.metric_sums.items()}
 
-    def problem(self, world_size: int, batch: BatchSlice) -> str | None:
-        """Returns why this step must not be applied, with both values; None if it may be applied.
+    def loss_per_unit(self, units: float) -> float | None:
+        """Returns the loss of the step with `units`; None without units, or if it is not finite."""
+        return self.loss / units if units and not self.not_finite else None
+
+    def not_finite_text(self) -> str | None:
+        """Returns why loss or gradient is not finite; None if both are."""
+        if self.not_finite:
+            return (
+                f"the loss is not finite (or absurdly large) on {self.not_finite} of {self.ranks} ranks; "
+                "lower train.lr, or look at the step's samples"
+            )
+        if not math.isfinite(self.grad_norm):
+            return f"the loss is finite, but the norm of its gradient is {self.grad_norm}; lower train.lr"
+        return None
+
+    def mismatch(self, world_size: int, batch: BatchSlice) -> str | None:
+        """Returns what the ranks did otherwise than announced, with both values; None if nothing.
 
         `batch` has what the feed announced for the step.
         """
         if self.ranks != world_size:
             return f"{self.ranks} ranks took part in a group of {world_size}"
-        if self.not_finite:
-            return (
-                f"the loss is not finite (or absurdly large) on {self.not_finite} of {world_size} ranks; "
-                "lower train.lr, or look at the step's samples"
-            )
-        if not math.isfinite(self.grad_norm):
-            return f"the loss is finite, but the norm of its gradient is {self.grad_norm}; lower train.lr"
         if self.samples != batch.step.num_samples:
             return f"the ranks trained {self.samples} samples, the feed announced {batch.step.num_samples}"
         if self.targets != batch.step_targets:
@@ -258,12 +266,13 @@ class StepSummary:
         lr: float,
         ended: float,
         mfu: float | None = None,
+        skipped: str | None = None,
     ) -> StepRecord:
         """Builds the step's record. `key` and `cursor` are those after the step, whose loss is divided by
         `units`.
 
         It is the same on every rank except for `ended`, the time at which this rank had applied the step, and
-        `mfu`, which this rank computed for its own kind of card.
+        `mfu`, which this rank computed for its own kind of card. `skipped`: why the step was not applied.
         """
         return StepRecord(
             attempt=key.attempt,
@@ -272,7 +281,7 @@ class StepSummary:
             consumed_samples=cursor.consumed_samples,
             consumed_tokens=cursor.consumed_tokens,
             target_tokens=cursor.target_tokens,
-            loss=self.loss / units if units else None,
+            loss=self.loss_per_unit(units),
             grad_norm=self.grad_norm,
             lr=lr,
             digest=f"{self.digest:016x}",
@@ -283,6 +292,7 @@ class StepSummary:
             peak_memory_bytes=self.peak_memory_bytes,
             metrics=self.metrics or None,
             mfu=mfu,
+            skipped=skipped,
         )
 
 

@@ -38,9 +38,12 @@ class Prepared:
     num_units: float
 
 
-def apply_prepared(state: TrainState, prepared: Prepared) -> None:
-    """Applies the step: afterwards `state` is the one that `prepared` names."""
-    state.apply(prepared.lr, prepared.num_units)
+def apply_prepared(state: TrainState, prepared: Prepared, is_skipped: bool = False) -> None:
+    """Applies the step: afterwards `state` is the one that `prepared` names.
+
+    A step that is skipped moves neither weights nor optimizer (`planning.loss_policy`).
+    """
+    state.apply(prepared.lr, 0 if is_skipped else prepared.num_units)
     state.key, state.cursor = prepared.key, prepared.cursor
 
 
@@ -53,7 +56,7 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
     """
     state.take_received(view.parent)
     if prepared is not None and prepared.key == view.parent:
-        apply_prepared(state, prepared)
+        apply_prepared(state, prepared, view.losses is not None and view.losses.is_skipped)
     holds = view.parent is not None and state.key == view.parent
     if holds and view.cursor is not None and state.cursor != view.cursor:
         raise TrainingError(

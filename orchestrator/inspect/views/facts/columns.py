@@ -1,4 +1,4 @@
-"""A run's journal in memory: its steps as columns (121 bytes each), its generations and events as they are.
+"""A run's journal in memory: its steps as columns (122 bytes each), its generations and events as they are.
 
 It is read once and then extended with new lines. `path` determines which steps count in the end.
 """
@@ -24,7 +24,7 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.metrics.declared import RESERVED
 from orchestrator.inspect.views.facts.arrays import Array, Growing
 from orchestrator.json_form import decode
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import SKIP_CAUSES, StepRecord
 from orchestrator.storage.files import Storage
 
 INTS = ("step", "consumed_samples", "consumed_tokens", "target_tokens")
@@ -99,7 +99,8 @@ class JournalSpan:
 class Columns:
     """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, `MFU`, and
     `t` (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the
-    journal does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`.
+    journal does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`,
+    `skipped` (0, or 1 + the place in `SKIP_CAUSES`).
     `metrics` has a column for each metric of the objective, NaN where a step has no value. A repeated step is
     taken once, at its first place. `kinds` and `of_attempt` have the events by these.
 
@@ -111,6 +112,7 @@ class Columns:
     def __init__(self) -> None:
         kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK, MFU), "f8")
         kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "ended": "f8"}
+        kinds["skipped"] = "i1"
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
         self.metrics: dict[str, Growing] = {}
         self.generations: list[RecordedGeneration] = []
@@ -168,6 +170,8 @@ class Columns:
         values[PEAK] = None if math.isnan(peak) else int(peak)
         mfu = float(self[MFU][row])
         values[MFU] = None if math.isnan(mfu) else mfu
+        code = int(self["skipped"][row])
+        values["skipped"] = SKIP_CAUSES[code - 1] if code else None
         metrics = {name: float(column.array[row]) for name, column in self.metrics.items()}
         values["metrics"] = {name: value for name, value in metrics.items() if not math.isnan(value)} or None
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
@@ -316,6 +320,7 @@ class Columns:
             own = self.attempts.get(fields["attempt"][row])
             ended = float(found["ended"][row])
             found["t"][row] = min(times[row], ended if own is None else max(own.first, ended))
+        found["skipped"] = np.array([_skip_code(line) for _, line in steps], dtype="i1")
         # None becomes NaN
         found |= {name: np.array([line.get(name) for _, line in steps], dtype="f8") for name in (PEAK, MFU)}
         metrics = [line.get("metrics") or {} for _, line in steps]
@@ -396,7 +401,7 @@ def _step_fields(steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]] | 
             return None
     if columns and not all(map(_DIGEST, columns[-2])):
         return None
-    if not all(_are_metrics(line) for _, line in steps):
+    if not all(_are_metrics(line) and _is_cause(line) for _, line in steps):
         return None
     return dict(zip(_NAMES, columns, strict=False))
 
@@ -434,7 +439,18 @@ def _wrong(line: Line) -> str:
         fits = fits or (name == "loss" and value is None)  # a step without targets
         if not fits or (name == "digest" and not _DIGEST(value)):
             return f"the step's field {name} is {value!r}"
+    if not _is_cause(line):
+        return f"the step's field skipped is {line['skipped']!r}"
     return "" if _are_metrics(line) else f"the step's field metrics is {line['metrics']!r}"
+
+
+def _is_cause(line: Line) -> bool:
+    return line.get("skipped") in (None, *SKIP_CAUSES)
+
+
+def _skip_code(line: Line) -> int:
+    cause = line.get("skipped")
+    return 0 if cause is None else 1 + SKIP_CAUSES.index(cause)
 
 
 def _are_metrics(line: Line) -> bool:
