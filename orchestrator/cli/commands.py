@@ -57,6 +57,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "runs/quickstart --step 120",
         "runs/quickstart --step 120 --to-point runs/at-120 cluster.num_workers=2",
     ),
+    "evaluate": (
+        "runs/quickstart",
+        "runs/quickstart --point 00000100-a0001-g0001 eval.max_samples=1000",
+    ),
     "export": (
         "runs/quickstart ./my-model",
         "runs/quickstart 00000100-a0001-g0001 ./my-model --dtype bfloat16",

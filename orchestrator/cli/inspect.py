@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from orchestrator.text import visible
 
 if TYPE_CHECKING:
     from orchestrator.inspect.run import Run
+    from orchestrator.launch.replay.evaluate import Evaluated
     from orchestrator.launch.replay.replay import Replayed
 
 def leave_finding(run: Run, what: str, result: dict[str, Any], seconds: float) -> None:
@@ -328,6 +330,46 @@ def export(
         raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
     document = open_run(run).export(out, point, dtype, say, averaged=ema)
     print_json(document) if json else print_lines(export_lines(document))
+
+
+@app.command()
+def evaluate(
+    run: RunUri,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value of eval, e.g. eval.max_samples=1000; also cluster.use_gpu and "
+            "train.micro_batch_size",
+            show_default=False,
+        ),
+    ] = None,
+    point: Annotated[
+        str, typer.Option("--point", metavar="NAME", help="the resume point; without it the newest one")
+    ] = "latest",
+    json: Json = False,
+) -> None:
+    """Measure the loss of a point on data that are not trained. It takes the parts of the point's
+    configuration (`eval.parts`; without any the hold-out), or those that are given. Works in this process,
+    on a GPU if the run uses them and there is one. The run is only read.
+    """
+    from orchestrator.inspect.run import open_run
+
+    found = open_run(run).evaluate(point, overrides or (), say)
+    print_json([asdict(each) for each in found]) if json else print_lines(evaluate_lines(found))
+
+
+def evaluate_lines(found: Sequence[Evaluated]) -> list[str]:
+    """The result for people."""
+    lines = []
+    for each in found:
+        loss = "no loss" if each.loss is None else f"loss {each.loss:.4f}"
+        perplexity = "" if each.perplexity is None else f"  perplexity {each.perplexity:,.2f}"
+        size = f"{each.targets:,} targets in {count(each.samples, 'sample')}"
+        lines.append(f"{each.part} after step {each.step:,} ({each.point}): {loss}{perplexity}  {size}")
+        if len(each.per_source) > 1:
+            lines += [f"  {name}: loss {loss:.4f}" for name, loss in each.per_source.items()]
+        lines += [f"  {name}: {value}" for name, value in each.metrics.items()]
+    return lines
 
 
 @app.command()

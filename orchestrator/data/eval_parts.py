@@ -97,7 +97,11 @@ def _prepared(job: JobConfig, storage: Storage, name: str) -> DataSpec:
     own, at = _job_of(job, name), _folder(storage, name)
     if frozen_sources(at) is None:
         return call(names_code(own), prepare_data, own, None)
-    spec = call(names_code(own), prepare_data, own, at)
+    try:
+        spec = call(names_code(own), prepare_data, own, at)
+    except DataIdentityError as error:
+        *what, _ = str(error).splitlines() if "\n" in str(error) else (str(error), "")
+        raise _changed(name, " ".join(what)) from error  # its last line advises what only sources can do
     try:
         was = decode(RunIdentity, unseal(at.read(EVAL_IDENTITY)))
     except (FileNotFoundError, SealError) as error:
@@ -107,9 +111,13 @@ def _prepared(job: JobConfig, storage: Storage, name: str) -> DataSpec:
             code="data.eval_identity",
         ) from error
     if refusals := compare(was, spec.run_identity, job.resume.accept_changed):
-        raise DataIdentityError(
-            f"part {name} of eval.parts was frozen with other data; give it another name, or keep them: "
-            + "; ".join(refusal.text for refusal in refusals),
-            code="data.eval_changed",
-        )
+        raise _changed(name, "; ".join(refusal.text for refusal in refusals))
     return spec
+
+
+def _changed(name: str, what: str) -> DataIdentityError:
+    return DataIdentityError(
+        f"the data of part {name} of eval.parts are not those that were frozen: {what}; put them back, or "
+        "give the part another name, under which it is frozen anew",
+        code="data.eval_changed",
+    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orchestrator.inspect.views.cards import Column
     from orchestrator.inspect.views.facts.columns import Columns
     from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
+    from orchestrator.records.evals import EvalRecord
 
 Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
 
@@ -48,6 +49,16 @@ STEPS: Table = {
     "skipped": ("", "why no weight was moved: nonfinite or spike; empty for a step that was applied"),
     "digest": ("", "digest of the samples that the ranks trained"),
     "time": ("UTC", "when it had ended"),
+}
+EVALS: Table = {
+    "part": ("", "of `eval.parts`"),
+    **_AT,
+    "loss": ("nats per target token", "of the objective, divided by its units as in training"),
+    "perplexity": ("", "e to the mean cross-entropy of the targets; missing for plug-in objectives"),
+    "targets": ("tokens", "that have a loss"),
+    "samples": ("samples", "that were evaluated"),
+    "per_source": ("", "the mean loss of each source's targets by its name"),
+    "seconds": ("s", "that it took"),
 }
 POINTS: Table = {
     "name": ("", "of the resume point"),
@@ -135,6 +146,7 @@ CARDS: Table = {
 TABLES: Mapping[str, Table] = {
     "steps": STEPS,
     "points": POINTS,
+    "evals": EVALS,
     "attempts": ATTEMPTS,
     "events": EVENTS,
     "sources": SOURCES,
@@ -201,6 +213,16 @@ def steps_frame(columns: Columns, path: EffectiveSteps) -> pd.DataFrame:
     values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
     own = {name: pd.Series(column.array[rows], dtype="float64") for name, column in columns.metrics.items()}
     return _whole(pd.DataFrame({**values, **own}, columns=[*STEPS, *own]))
+
+
+def evals_frame(records: Sequence[EvalRecord]) -> pd.DataFrame:
+    """A row per part and step. The objective's own metrics follow the columns of `EVALS`."""
+    own = sorted({name for record in records for name in record.metrics})
+    table = {**EVALS, **{name: ("", "a metric of the objective") for name in own}}
+    rows = [
+        {**dict(record.metrics), **{name: getattr(record, name) for name in EVALS}} for record in records
+    ]
+    return frame(table, rows)
 
 
 def columns_table() -> str:

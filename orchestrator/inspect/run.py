@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from orchestrator.inspect.views.run_views import RunViews
     from orchestrator.launch.branch.fork import ForkPlan
     from orchestrator.launch.branch.rewind import RewindPlan
+    from orchestrator.launch.replay.evaluate import Evaluated
     from orchestrator.launch.replay.replay import Replayed, StateAt
 
 ALL = 1 << 62  # rows of a view
@@ -269,6 +270,19 @@ class Run:
             return replay_as_run(self._store, wanted, overrides, where, self.uri, say)
         return replay(self._store, wanted, self.uri, say, overrides)
 
+    def evaluate(
+        self,
+        point: str = "latest",
+        overrides: Sequence[str] = (),
+        say: Callable[[str], None] = lambda text: None,
+    ) -> list[Evaluated]:
+        """Evaluates a resume point in this process, by default on the parts of its configuration; overrides
+        of `eval.*` name others. See `launch.replay.evaluate`.
+        """
+        from orchestrator.launch.replay.evaluate import evaluate
+
+        return evaluate(self._store, point, overrides, say)
+
     def at(self, step: int | None = None, *, tokens: int | None = None) -> StateAt:
         """The state after a step that the run has trained, saved or not: `model`, `optimizer_state`,
         `cursor`, and the `batch` of the next step. Trains in this process, from the newest point before it;
@@ -360,6 +374,14 @@ class Run:
         """
         facts = self._views().facts
         return frames.steps_frame(facts.columns, facts.path)
+
+    def evals(self) -> pd.DataFrame:
+        """The evaluations of the effective history, in order: the newest of each part and step. Columns:
+        `inspect.frames.EVALS`, then one for each metric of the objective.
+        """
+        from orchestrator.coordinator.attempt.survey import evaluations, survey
+
+        return frames.evals_frame(evaluations(survey(self._store)))
 
     def attempts(self) -> pd.DataFrame:
         """The run's attempts, oldest first, coordinators that were restarted too. Columns:

@@ -522,6 +522,9 @@ class _Trainer:
         key = self._save_last(group)
         if reason == DONE and self._job.eval.at_end and self._parts and self._evaluated != key.step:
             self._evaluate(group)  # a stop ends it, and the run is done all the same
+            if group.view.rank == 0:
+                self._membership.send_reports()
+            group.sum(torch.zeros(1, dtype=torch.int64), "the last evaluation")  # no rank ends the run before
         self._membership.finished(key, reason)
         return Outcome(reason=reason, key=key, cursor=self._state.cursor)
 

@@ -31,6 +31,7 @@ from orchestrator.history.journal.line_format import DAMAGED, EventKind
 from orchestrator.history.metrics.loggers import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.source_lists import SourceLists
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
@@ -400,13 +401,20 @@ def saved_history(seen: Survey) -> SavedHistory:
     return saved_before(seen.journal.generations, points)
 
 
+def evaluations(seen: Survey) -> list[EvalRecord]:
+    """Returns the evaluations of the history, in order: the newest of each state and part."""
+    states = {record.key for record in seen.lineage.records}
+    found: dict[tuple[StateKey, str], EvalRecord] = {}
+    for event in seen.journal.events:
+        if event.kind == EventKind.EVALUATED:
+            record = EvalRecord(attempt=event.attempt, **event.fields)
+            if record.key in states:
+                found.pop((record.key, record.part), None)
+                found[record.key, record.part] = record
+    return sorted(found.values(), key=lambda record: record.key)
+
+
 def is_evaluated(seen: Survey, key: StateKey, config: EvalConfig) -> bool:
-    """Whether the journal has an evaluation of the state `key` for each part of `config`."""
-    found = {
-        event.fields["part"]
-        for event in seen.journal.events
-        if event.kind == EventKind.EVALUATED
-        and (event.attempt, event.fields["generation"], event.fields["step"])
-        == (key.attempt, key.generation, key.step)
-    }
+    """Whether the history has an evaluation of the state `key` for each part of `config`."""
+    found = {record.part for record in evaluations(seen) if record.key == key}
     return found >= set(config.part_names)

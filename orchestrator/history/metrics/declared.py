@@ -7,6 +7,7 @@ The metrics of a plug-in objective join them under their own names, as gauges of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -104,13 +105,15 @@ class Sample:
 
     `tokens` is the end of a step in the history, in consumed tokens, None if there is no step. `rewound_to`:
     a logger's values at later tokens are off the history from now on. `saved_to`: a resume point holds the
-    history up to these tokens.
+    history up to these tokens. `evaluated_at`: the values are those of an evaluation of the state at
+    `tokens`, which was recorded then (seconds since 1970).
     """
 
     values: Mapping[str, float]
     tokens: int | None = None
     rewound_to: int | None = None
     saved_to: int | None = None
+    evaluated_at: float | None = None
 
     @property
     def per_step(self) -> dict[str, float]:
@@ -126,6 +129,9 @@ _OF_RECORD = (
 )
 
 
+_NUM_KNOWN = 1000  # steps whose evaluation may still be reported
+
+
 class Meter:
     """Computes the metrics of one attempt, from the facts of its journal in order.
 
@@ -137,12 +143,13 @@ class Meter:
         self._saved, self._world_size = saved_tokens, 0
         self._generation: tuple[int, int] | None = None
         self._last: tuple[StateKey | None, int] = (None, 0)  # the newest state, and its consumed tokens
+        self._tokens: dict[int, int] = {}  # consumed tokens of the newest states of the group, by step
 
     def generation(self, start: GenerationStart) -> Sample:
         """A group was formed: the history continues from its parent's state."""
         self._generation, self._world_size = start.id, start.world_size
         key = StateKey(attempt=start.attempt, generation=start.generation, step=start.step)
-        self._last = (key, start.consumed_tokens)
+        self._last, self._tokens = (key, start.consumed_tokens), {start.step: start.consumed_tokens}
         values = {
             "attempt": start.attempt,
             "generation": start.generation,
@@ -162,6 +169,9 @@ class Meter:
         if (record.attempt, record.generation) != self._generation or record.consumed_tokens <= self._last[1]:
             return None
         (before, tokens), self._last = self._last, (record.key, record.consumed_tokens)
+        self._tokens[record.step] = record.consumed_tokens
+        if len(self._tokens) > _NUM_KNOWN:
+            del self._tokens[next(iter(self._tokens))]
         known = {name: getattr(record, name) for name in _OF_RECORD}
         values: dict[str, float] = {name: value for name, value in known.items() if value is not None}
         values["world_size"] = self._world_size
@@ -180,6 +190,8 @@ class Meter:
 
     def event(self, kind: EventKind, said: Mapping[str, Any], now: float) -> Sample | None:
         """The sample of an event; None if it changes no metric."""
+        if kind == EventKind.EVALUATED:
+            return self._evaluated(said, now)
         values: dict[str, float] = {}
         saved_to: int | None = None
         if kind in _COUNTED:
@@ -196,6 +208,24 @@ class Meter:
             values["ended"] = 1
         values = {name: value for name, value in values.items() if value or METRICS[name].kind == "gauge"}
         return Sample(values=values, saved_to=saved_to) if values else None
+
+
+    def _evaluated(self, said: Mapping[str, Any], now: float) -> Sample | None:
+        """The sample of an evaluation, `eval_<part>_<name>`. None if its step is no longer known.
+
+        Its report may arrive after those of later steps.
+        """
+        tokens = self._tokens.get(said["step"])
+        if tokens is None:
+            return None
+        of_sources = {f"{name}_loss": value for name, value in said["per_source"].items()}
+        found = {"loss": said["loss"], "perplexity": said["perplexity"], **of_sources, **said["metrics"]}
+        values = {
+            re.sub(r"\W", "_", f"eval_{said['part']}_{name}"): value
+            for name, value in found.items()
+            if value is not None
+        }
+        return Sample(values=values, tokens=tokens, evaluated_at=now) if values else None
 
 
 def metrics_table() -> str:

@@ -68,19 +68,20 @@ class SavedHistory:
         if sample.tokens is not None:
             prefix = "" if self.number == 1 else f"history{self.number}/"
             values = {prefix + name: value for name, value in sample.per_step.items()}
-            time = sample.values["last_step_time"]
+            time = sample.values["last_step_time"] if sample.evaluated_at is None else sample.evaluated_at
             self._held.append(SavedStep(tokens=sample.tokens, time=time, values=values))
-        if sample.saved_to is None:
+        if sample.saved_to is not None:
+            self.saved_to = max(self.saved_to, sample.saved_to)
+        elif sample.evaluated_at is None:
             if len(self._held) > self._most:
                 raise RefusedError(
                     f"no resume point has been committed for {self._most:,} steps",
                     code="metrics.too_many_unsaved",
                 )
             return []
-        self.saved_to = max(self.saved_to, sample.saved_to)
-        saved = [step for step in self._held if step.tokens <= sample.saved_to]
-        self._held = self._held[len(saved) :]
-        return saved
+        saved = [step for step in self._held if step.tokens <= self.saved_to]
+        self._held = [step for step in self._held if step.tokens > self.saved_to]
+        return sorted(saved, key=lambda step: step.tokens)  # an evaluation may come after later steps
 
     def _rewound(self, tokens: int) -> None:
         self._held = [step for step in self._held if step.tokens <= tokens]

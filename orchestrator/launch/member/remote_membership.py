@@ -289,7 +289,7 @@ class RemoteMembership:
         """Reports to the coordinator that this member's part of the run is over, after all pending
         reports.
         """
-        self._send_reports()
+        self.send_reports()
         self._ask("finished", self._launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> bool:
@@ -298,7 +298,7 @@ class RemoteMembership:
         The reason then reaches the user whatever Ray does with the exception. Returns when this process may
         end: True if another one takes its place, False if the run is over.
         """
-        self._send_reports()
+        self.send_reports()
         place = MemberInfo(
             member=self.member,
             actor_id=self._place.actor_id,
@@ -463,7 +463,7 @@ class RemoteMembership:
             if now - looked_at > _OWN_EVERY_S:
                 looked_at, self._own = now, self._look()
             try:
-                self._send_reports()
+                self.send_reports()
                 if limit_s is not None:
                     self._ask("phase", self._launch, self.member, limit_s)
                     reports = PhaseReports(told=phase, told_at=now)
@@ -503,7 +503,7 @@ class RemoteMembership:
         if self._ask("is_given_up", self._launch, asked.key, asked.rank, asked.world_size, moved):
             self._given_up = asked.key
 
-    def _send_reports(self) -> None:
+    def send_reports(self) -> None:
         """Sends one batch at a time. When this returns, everything pending before the call is sent."""
         view, batch = None, list[StepRecord]()
         with self._sending:

@@ -106,6 +106,9 @@ class Membership(Protocol):
         If the report is lost with this member, a later generation evaluates again.
         """
 
+    def send_reports(self) -> None:
+        """Waits until the coordinator has everything that this member has reported."""
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends a vote. True: the point is committed. False: the save was given up. Never blocks.
 

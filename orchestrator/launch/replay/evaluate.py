@@ -1,0 +1,152 @@
+"""Evaluates a resume point in this process, with the numbers that its run had, or on other data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
+from orchestrator.config.loading import parse_config
+from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.data.dataset import prepare_trained
+from orchestrator.data.eval_parts import eval_specs, with_parts
+from orchestrator.data.frozen import later_versions
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.launch.branch.point_query import LATEST, PointQuery, find
+from orchestrator.planning.resume.source_lists import SourceLists
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.records.evals import EvalRecord
+
+_ALLOWED = ("eval.", "cluster.use_gpu", "train.micro_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The evaluation of one part at the resume point `point`. The other fields are those of `EvalRecord`."""
+
+    part: str
+    point: str
+    step: int
+    loss: float | None
+    perplexity: float | None
+    targets: int
+    samples: int
+    per_source: dict[str, float | None]
+    metrics: dict[str, float | None]
+
+    @classmethod
+    def of(cls, record: EvalRecord, point: str) -> Evaluated:
+        """Builds it from the record of the evaluation."""
+        return cls(
+            part=record.part,
+            point=point,
+            step=record.step,
+            loss=record.loss,
+            perplexity=record.perplexity,
+            targets=record.targets,
+            samples=record.samples,
+            per_source=dict(record.per_source),
+            metrics=dict(record.metrics),
+        )
+
+
+def evaluate(
+    store: RunStore,
+    point: str = LATEST,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Evaluated]:
+    """Evaluates a point's weights with the point's configuration; `overrides` may change `eval.*`.
+
+    Reads the run and changes nothing. With the run's parts and on the same kind of device, the numbers of
+    runs with invariant numerics are equal to the bit. Raises `RefusedError` for other overrides, and as
+    `data.dataset.prepare_trained` and `TrainState`.
+    """
+    if wrong := [each for each in overrides if not each.strip().startswith(_ALLOWED)]:
+        raise RefusedError(
+            f"{wrong[0]}: an evaluation of a point takes its configuration from the point; only eval.*, "
+            "cluster.use_gpu and train.micro_batch_size can be given",
+            code="command.override_not_allowed",
+        )
+    seen = survey(store)
+    found = find(store, seen, PointQuery(point=point)).point
+    flat = {**in_todays_fields(found.config), "resume.from": "latest", "eval.at_end": True}
+    job = parse_config(nested(flat), overrides)
+    spec = prepare_trained(job, store.storage, _lists(store, found)).made_by(seen.encoders)
+    specs = eval_specs(job, with_parts(job, store.storage, spec))
+    say(f"evaluating {found.name} on {', '.join(specs)}")
+    return _evaluated(store, job, found, specs)
+
+
+def _lists(store: RunStore, point: Point) -> tuple[SourceLists, ...]:
+    """Returns the lists of files by which the point's attempt read its sources."""
+    parent = store.read_parent(point.key.attempt)
+    if isinstance(parent, ClaimParent):
+        return parent.sources
+    run = store.read_run()
+    is_fork = run is not None and run.forked_from is not None and point.key.attempt == 0
+    if is_fork and not later_versions(store.storage):
+        return ()  # a fork that has not trained yet: each source has only its first list
+    raise ResumePointError(
+        f"{store.storage.root}: the parent file of attempt {point.key.attempt} is missing, which names the "
+        "lists of files that it read; restore it, or start the fork first",
+        code="history.attempt_incomplete",
+    )
+
+
+def _evaluated(store: RunStore, job: JobConfig, point: Point, specs: dict[str, Any]) -> list[Evaluated]:
+    import torch
+
+    from orchestrator.launch.member.eval_feeds import open_parts
+    from orchestrator.trainer.evaluation import Evaluator, alone
+    from orchestrator.trainer.gradient.invariant import InvariantGradient
+    from orchestrator.trainer.model.build_model import bare_model, pick_device, set_determinism
+    from orchestrator.trainer.objective.objective import objective_of
+
+    device = pick_device("cuda" if job.cluster.use_gpu and torch.cuda.is_available() else "cpu")
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    set_determinism(True, device)
+    try:
+        model = bare_model(job.model, job.train.precision, job.train.seed, device)
+        _load(model, point.name, CommittedFiles(store.storage))
+        objective = objective_of(job.train, job.pack.attends_by_document, job.pack.seq_len)
+        objective.prepare(model)
+        evaluator = Evaluator(
+            train=job.train,
+            seq_len=job.pack.seq_len,
+            gradient=InvariantGradient(model, objective),
+            device=device,
+            rank=0,
+            world_size=1,
+        )
+        tokens, most = point.cursor.consumed_tokens, job.eval.max_samples
+        return [
+            Evaluated.of(evaluator.evaluate(part, point.key, tokens, most, alone), point.name)
+            for part in open_parts(specs)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+def _load(model: nn.Module, point: str, files: CommittedFiles) -> None:
+    """Fills the weights and buffers of `model` from a point of any layout. Verifies their digests."""
+    from torch import nn
+
+    from orchestrator.checkpoint.files.manifest import MODEL
+    from orchestrator.trainer.loading.state_tensors import load, own_tensors, whole_item
+
+    items = []
+    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
+        tensor.data = tensor.data.contiguous()
+        items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
+    load(items, point, files, reset_optimizer=True)  # the optimizer's state stays unread
