@@ -368,3 +368,43 @@ def test_a_vocabulary_larger_than_the_models_is_refused_with_both_numbers():
     require_vocabulary(ModelFacts(), asked, 100)
     with raises(ConfigError, "model.vocabulary", "model.pretrained=somewhere embeds 99", 100):
         require_vocabulary(ModelFacts(num_embeddings=99), asked, 100)
+
+
+def test_a_trial_says_which_optimizer_trains_which_parameters_and_what_it_keeps():
+    asked = parse_config(
+        nested(
+            {
+                **with_model(config=LLAMA).flat(),
+                "train.optimizer": "muon",
+                "train.param_groups": [{"match": "norm", "weight_decay": 0.5}],
+            }
+        )
+    )
+    state, *notes = require_model(asked, plan_resume(asked, {}, None), VOCABULARY)
+    matrices, rest = 2 * (4 * 16 * 16 + 3 * 16 * 32), VOCABULARY * 16 + 5 * 16
+    assert f"keep {4 * (matrices + 2 * rest):,} bytes of state for {matrices + rest:,} trained" in state
+    text = "\n".join(notes)
+    assert "adamw trains 6 parameters (model.embed_tokens.weight," in text
+    assert "muon trains 14 parameters" in text
+    assert "train.param_groups.0 (match=norm, weight_decay=0.5) matches 5 parameters" in text
+    assert "no entry matches 15 parameters" in text
+
+
+@pytest.mark.usefixtures("begun_warm")
+def test_a_plug_in_optimizer_is_tried_where_the_driver_would_find_it(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizers.py").write_text(
+        "import torch\n"
+        "class Own(torch.optim.SGD):\n"
+        "    pass\n"
+        "def hiding(params, lr):\n"
+        "    raise ValueError('not today')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    flat = {**with_model(config=LLAMA).flat(), "train.optimizer": "own_optimizers:Own"}
+    asked = parse_config(nested({**flat, "train.optimizer_args": {"momentum": 0.9}}))
+    facts = try_model(asked)
+    (note,) = facts.optimizer
+    assert "own_optimizers:Own keeps" in note
+    refused = parse_config(nested({**flat, "train.optimizer": "own_optimizers:hiding"}))
+    with raises(ConfigError, "optimizer.fails", "own_optimizers:hiding", "not today"):
+        try_model(refused)

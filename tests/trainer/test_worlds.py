@@ -39,6 +39,18 @@ def test_the_final_state_is_the_same_to_the_last_bit_on_any_number_of_members(tm
     assert {outcome.reason for outcome in launch.outcomes.values()} == {"done"}
 
 
+@pytest.mark.quick("muon")
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "adafactor", "tests.trainer.optimizers:Normed"])
+def test_an_optimizer_gives_the_same_bits_on_any_number_of_members_and_across_a_change(tmp_path, optimizer):
+    changes = {"train__optimizer": optimizer, "train__ema": 0.9}
+    whole = run_to_end(tmp_path / "alone", 1, job=tiny_job(**changes))
+    half = run_to_end(tmp_path / "run", 3, job=tiny_job(**changes, train__max_steps=4))
+    (point,) = half.points
+    later = run_to_end(tmp_path / "run", 2, attempt=2, point=point, job=tiny_job(**changes))
+    assert later.last_point().state_digest == whole.last_point().state_digest
+    assert trained_steps(half) + trained_steps(later) == trained_steps(whole)
+
+
 def test_what_two_members_saved_is_continued_by_one_and_by_three(tmp_path, alone):
     half = run_to_end(tmp_path, 2, job=tiny_job(train__max_steps=4))
     (point,) = half.points

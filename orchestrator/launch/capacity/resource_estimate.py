@@ -178,7 +178,7 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
         parts = [
             f"weights {gib(held.weights)}",
             f"gradients {gib(held.gradients)}",
-            f"{_optimizer_label(job)} {gib(held.moments)}",
+            f"{_optimizer_label(job)}{f' {gib(held.moments)}' if held.moments else ''}",
         ]
         if layout.num_shards > 1:
             parts.append(f"gathered blocks {gib(held.gathered)}")
