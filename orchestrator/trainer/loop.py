@@ -6,6 +6,7 @@ It uses the interfaces `Membership`, `Feed` and `StateFiles`.
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
 from collections.abc import Sequence
@@ -325,7 +326,7 @@ class _Trainer:
         terms, norm = self._reduce(view, batch, units, place)
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
-        if units:
+        if units and math.isfinite(norm):  # otherwise the step is not applied, and optimizers may fail
             self._state.prepare(lr)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         contribution = self._contribution(view, batch, terms, norm)

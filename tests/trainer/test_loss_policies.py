@@ -116,6 +116,21 @@ def test_shards_skip_the_same_step(tmp_path: Path, alone: tuple[str, Launch]) ->
     assert skipped == [record.skipped for record in expected.journal().records]
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "tests.trainer.optimizers:Normed"])
+def test_shards_that_step_whole_parameters_skip_the_same_step(tmp_path: Path, optimizer: str) -> None:
+    """Normed fails on a gradient that is not finite."""
+    for cause in POLICIES:
+        settings_of_all = {"train__optimizer": optimizer, "train__numerics": "fast"}
+        one = run_to_end(tmp_path / cause / "one", 1, **settings(cause, **settings_of_all))
+        shards = settings(cause, **settings_of_all, train__parallel="shard")
+        group = run_to_end(tmp_path / cause / "group", 2, sharded=True, **shards)
+        skipped = [record.skipped for record in group.journal().records]
+        assert skipped == [cause if step == BAD else None for step in range(1, 9)]
+        losses = [record.loss for record in group.journal().records if record.skipped is None]
+        expected = [record.loss for record in one.journal().records if record.skipped is None]
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def ended(folder: Path, code: str, *values: str, **settings: Any) -> Launch:
     """A launch that a policy ends; the state before the step is its last point."""
     with members(folder, "ab", **settings) as group:

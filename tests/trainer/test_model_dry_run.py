@@ -398,6 +398,12 @@ def test_a_plug_in_optimizer_is_tried_where_the_driver_would_find_it(tmp_path, m
         "    pass\n"
         "def hiding(params, lr):\n"
         "    raise ValueError('not today')\n"
+        "class Large(Own):\n"
+        "    def step(self):\n"
+        "        if self.param_groups[0]['params'][0].norm().item() >= 0:\n"
+        "            torch.empty(1 << 40)\n"
+        "def on_gpus(params, lr):\n"
+        "    raise RuntimeError('expected a CUDA device')\n"
     )
     monkeypatch.chdir(tmp_path)
     flat = {**with_model(config=LLAMA).flat(), "train.optimizer": "own_optimizers:Own"}
@@ -408,3 +414,8 @@ def test_a_plug_in_optimizer_is_tried_where_the_driver_would_find_it(tmp_path, m
     refused = parse_config(nested({**flat, "train.optimizer": "own_optimizers:hiding"}))
     with raises(ConfigError, "optimizer.fails", "own_optimizers:hiding", "not today"):
         try_model(refused)
+    for name in ("Large", "on_gpus"):
+        here = parse_config(nested({**flat, "train.optimizer": f"own_optimizers:{name}"}))
+        (note,) = try_model(here).optimizer
+        assert f"own_optimizers:{name} fails" in note
+        assert "the workers try it" in note

@@ -229,7 +229,6 @@ def _build(
     from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.model_settings import without_cache
     from orchestrator.trainer.objective.plug_in import PlugIn
-    from orchestrator.trainer.optimizer.assignment import group_notes
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 
@@ -255,7 +254,7 @@ def _build(
         if config.factory is None:
             _require_export(config, model)
         size = _size(model)
-        optimizer = () if train is None else group_notes(model, TrainConfig.model_validate_json(train))
+        optimizer = () if train is None else _optimizer_notes(model, TrainConfig.model_validate_json(train))
         forward = Forward()
         if size.frozen < size.parameters:
             table = _num_embeddings(model) or _largest_table(model) or size.vocab
@@ -285,6 +284,19 @@ def _build(
         optimizer=optimizer,
         note=forward.note,
     )
+
+
+def _optimizer_notes(model: Any, train: TrainConfig) -> tuple[str, ...]:
+    """Says which optimizer trains which parameters, or that a plug-in could not be tried here."""
+    from orchestrator.trainer.optimizer.assignment import group_notes
+    from orchestrator.trainer.optimizer.plug_in import NOT_TRIED
+
+    try:
+        return group_notes(model, train)
+    except ConfigError as error:
+        if error.code != NOT_TRIED:
+            raise
+        return (f"{error}. This machine may lack what it needs; the workers try it",)
 
 
 def _try_objective(objective: PlugIn, model: Any, on_cpu: Callable[[], Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, TrainingError
+from orchestrator.trainer.model.factory_output import is_of_this_machine
 from orchestrator.trainer.optimizer.kinds import ParamGroups, StateForm
 from orchestrator.user_function import find_function
 
@@ -22,6 +23,8 @@ _OF_GROUP = "group."  # begins the names of numbers in `param_groups`
 _LR = 1e-3
 _SMALL = 4  # the length of dimensions with which values are compared
 _STATE, _FAILS = "optimizer.state", "optimizer.fails"
+# the trial failed for want of memory or a GPU; a worker may have both
+NOT_TRIED = "optimizer.not_tried"
 
 
 class PlugIn:
@@ -46,8 +49,9 @@ class PlugIn:
     def forms(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateForm, ...]:
         """Returns what the optimizer keeps of a parameter, as two trial steps of this shape show it.
 
-        The steps are made on torch's meta device, or on the CPU if that fails. Raises `ConfigError` if they
-        fail, and for a state that cannot be saved.
+        The steps are made on torch's meta device, on the CPU if that fails, and on a GPU if that fails, too.
+        Raises `ConfigError` if they fail (with `NOT_TRIED` if another machine may do better), and for a state
+        that cannot be saved.
         """
         known = self._forms.get((shape, dtype))
         if known is None:
@@ -121,22 +125,21 @@ class PlugIn:
         return next(forms for forms in self._forms.values() if [f.name for f in forms] == list(state))
 
     def _tried(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateForm, ...]:
-        try:
-            return self._two_steps(shape, dtype, torch.device("meta"))
-        except ConfigError:
-            raise
-        except Exception:  # noqa: BLE001  it may need values
+        error: Exception | None = None
+        for kind in ("meta", "cpu", *(["cuda"] if torch.cuda.is_available() else [])):
             try:
-                return self._two_steps(shape, dtype, torch.device("cpu"))
+                return self._two_steps(shape, dtype, torch.device(kind))
             except ConfigError:
                 raise
-            except Exception as error:
-                raise ConfigError(
-                    f"train.optimizer={self.name} fails for a parameter of shape {shape} and type {dtype}: "
-                    f"{type(error).__name__}: {error}; correct it, or give such parameters another optimizer "
-                    "in train.param_groups",
-                    code=_FAILS,
-                ) from error
+            except Exception as found:  # noqa: BLE001  it may need values, or a GPU
+                error = found
+        assert error is not None
+        raise ConfigError(
+            f"train.optimizer={self.name} fails for a parameter of shape {shape} and type {dtype}: "
+            f"{type(error).__name__}: {error}; correct it, or give such parameters another optimizer in "
+            "train.param_groups",
+            code=NOT_TRIED if is_of_this_machine(error) else _FAILS,
+        ) from error
 
     def _two_steps(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
