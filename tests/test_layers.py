@@ -19,8 +19,8 @@ PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
     {
-        *("errors", "json_form", "objectives", "records", "faults", "paused_gc", "terminal_text", "text"),
-        "user_function",
+        *("callbacks", "errors", "json_form", "objectives", "records", "faults", "paused_gc"),
+        *("terminal_text", "text", "user_function"),
     },
     {"config", "storage"},
     {"planning", "cluster"},

@@ -440,6 +440,12 @@ class TrainConfig(Section):
     """The same for a step whose loss or gradient norm lies more than `threshold` standard deviations above
     the mean of the newest `window` steps; null: no step is a spike.
     """
+    callbacks: Annotated[tuple[FunctionName, ...], free("a list of package.module:Class")] = ()
+    """Classes that are called with each step, point and change of the group, in a process beside rank 0; they
+    can change nothing that is trained (docs/howto/callbacks.md).
+    """
+    on_callback_error: Annotated[Literal["report", "stop"], free("report or stop")] = "report"
+    """What an error of a callback does: it is reported, or it also saves and stops the run."""
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0
     """Seed of the initial weights and of dropout."""
     precision: Annotated[

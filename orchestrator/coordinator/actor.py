@@ -304,6 +304,16 @@ class Coordinator:
         if record.attempt == self._attempt.number:
             self._driver.take_evaluation(record, is_last)
 
+    async def callback_failed(self, launch: str, text: str, stops: bool) -> None:
+        """Takes an error of a callback. `stops`: the run is to save and stop because of it."""
+        self._check(launch)
+        if self._launch.ended is not None:
+            return
+        self._journal.event(EventKind.CALLBACK_FAILED, text=text)
+        await self._driver.warned(f"callback failed: {text}")
+        if stops:
+            await self.stop("a callback that failed (train.on_callback_error=stop)")
+
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
         """Returns the run's status as soon as it is newer than `seen`, at the latest after `wait_s` seconds.

@@ -143,6 +143,7 @@ class CoordinatorProcess:
     report = _of_members(Coordinator.report, _none)
     digest = _of_members(Coordinator.digest, _none)
     evaluated = _of_members(Coordinator.evaluated, _none)
+    callback_failed = _of_members(Coordinator.callback_failed, _none)
     ended = _of_members(Coordinator.ended, _none)
     phase = _of_members(Coordinator.phase, _none)
     loading = _of_members(Coordinator.loading, _none)

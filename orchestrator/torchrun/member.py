@@ -133,7 +133,7 @@ class Member:
         parts = open_parts(eval_specs(self._job, spec))
         try:
             faults = hook(self._fault_plan)
-            outcome = train(self._task(), membership, feed, files, faults, parts)
+            outcome = train(self._task(storage.root), membership, feed, files, faults, parts)
         except Exception as error:
             with suppress(OrchestratorError):
                 membership.failed(error)
@@ -191,7 +191,7 @@ class Member:
                 return status
             seen = (status.attempt, status.version)
 
-    def _task(self) -> TrainJob:
+    def _task(self, run_uri: str) -> TrainJob:
         job = self._job
         return TrainJob(
             model=job.model,
@@ -205,6 +205,7 @@ class Member:
             device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
             digest_every_steps=job.monitor.digest_every_steps,
             num_shards=self._start.num_shards,
+            run_uri=run_uri,
         )
 
 

@@ -21,12 +21,13 @@ from orchestrator.faults import Hook, no_fault
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
-from orchestrator.planning.loss_policy import REFUSED, SKIP_STEP, judge, window_of
+from orchestrator.planning.loss_policy import window_of
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
 from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
+from orchestrator.trainer.callback_process import FAILED_CLOSE_S, Callbacks
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.evaluation import EvalPart, Evaluator, is_due
 from orchestrator.trainer.gradient.parallel import state_and_gradient
@@ -34,11 +35,13 @@ from orchestrator.trainer.interfaces.job import (
     BETWEEN,
     DONE,
     EVAL,
+    FAILED,
     FEED_WAIT,
     FORMING,
     LEFT,
     LOAD,
     PHASE_LIMITS_S,
+    SAVE_WAIT,
     STEP,
     STOPPED,
     Outcome,
@@ -64,6 +67,7 @@ from orchestrator.trainer.state.sync_state import (
     group_digest,
     sync_state,
 )
+from orchestrator.trainer.step_decision import StepRefused, skip_cause
 
 
 # The peak memory of this process since its start: one system call, no iteration over tensors.
@@ -108,14 +112,6 @@ def train(
     return _Trainer(job, membership, feed, files, faults, parts).run()
 
 
-class _StepRefused(Exception):  # noqa: N818  ends the run from within a step; never leaves the loop
-    """The step must not be applied. All ranks learn this from the step's summary."""
-
-    def __init__(self, text: str, code: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 class _StopRequested(Exception):  # noqa: N818  ends an evaluation; never leaves the loop
     """The coordinator asks for a stop."""
 
@@ -148,6 +144,7 @@ class _Trainer:
         self._saver = Saver(membership, writer, self._device, faults)
         every = memory_every_steps(job.resume.memory_every_steps, self._state.sharded)
         self._memory = MemoryPoints(every, self._device, faults)
+        self._callbacks = Callbacks(job.train.callbacks, job.run_uri, self._callback_failed)
         self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
@@ -171,7 +168,12 @@ class _Trainer:
 
         If it raises, threads that wait for storage may remain. They end with the process.
         """
-        outcome = self._run()
+        try:
+            outcome = self._run()
+        except BaseException:
+            self._callbacks.end(FAILED, FAILED_CLOSE_S)
+            raise
+        self._callbacks.end(outcome.reason)
         self._saver.close()
         self._memory.close()
         return outcome
@@ -242,6 +244,7 @@ class _Trainer:
             self._allow(group)
             self._saver.prepare(self._state, view.rank)
             self._faults("joined", view.step, view.rank)
+            self._callbacks.enter(view, self._state.cursor, self._records)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
             try:
@@ -257,6 +260,7 @@ class _Trainer:
                 raise GenerationEnded("the membership ended it")
             self._memory.check()
             self._saver.poll(self._state)
+            self._callbacks.committed(self._saver.committed)
             if self._is_eval_due() and not self._evaluate(group):
                 return self._finish(group, STOPPED)
             step = None if self._end_of_data else next_range(self._job, self._state.cursor)
@@ -265,7 +269,7 @@ class _Trainer:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
             try:
                 control = self._step(group, batch)
-            except _StepRefused as refused:
+            except StepRefused as refused:
                 raise self._end_of(group, str(refused), refused.code) from None
             self._has_stepped = self._all_warm = True
             self._note_digest(group)
@@ -318,7 +322,7 @@ class _Trainer:
     def _step(self, group: Group, batch: BatchSlice) -> int:
         """Trains and applies the step; returns the control flags of the summary.
 
-        Raises `_StepRefused` if the step must not be applied.
+        Raises `StepRefused` if the step must not be applied.
         """
         view, job, label = group.view, self._job, self._label
         place = StepPlace(step=label, consumed_tokens=self._state.cursor.consumed_tokens)
@@ -337,7 +341,7 @@ class _Trainer:
         summary = StepSummary.unpack(vector, self._gradient.objective.metric_names)
         self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
-        skipped = self._judged(view, batch, summary, prepared)
+        skipped = skip_cause(job.train, self._losses, summary, view.world_size, batch, prepared)
         apply_prepared(self._state, prepared, skipped is not None)
         self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
@@ -354,26 +358,6 @@ class _Trainer:
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
         self._num_busy = summary.num_busy
         return carried_out(summary.control, summary.num_busy)
-
-    def _judged(
-        self, view: GenerationView, batch: BatchSlice, summary: StepSummary, prepared: Prepared
-    ) -> str | None:
-        """Decides whether the step is applied (None) or skipped, then returns the cause.
-
-        Raises `_StepRefused` if the run must not continue with it. All ranks decide the same.
-        """
-        code, problem = REFUSED, summary.mismatch(view.world_size, batch)
-        if problem is None:
-            loss, wrong = summary.loss_per_unit(prepared.num_units), summary.not_finite_text()
-            verdict = judge(self._job.train, self._losses, loss, summary.grad_norm, wrong)
-            if verdict is None or verdict.action == SKIP_STEP:
-                return verdict.cause if verdict is not None else None
-            code, problem = verdict.code, verdict.text
-        key = prepared.key
-        raise _StepRefused(
-            f"step {key.step} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}",
-            code,
-        )
 
     def _reduce(
         self, view: GenerationView, batch: BatchSlice, units: float, place: StepPlace
@@ -411,10 +395,15 @@ class _Trainer:
         """Keeps a record until it is acknowledged. Rank 0 reports it."""
         durable = StateKey(attempt=view.attempt, generation=view.generation, step=acknowledged)
         if acknowledged >= view.step:
+            self._callbacks.durable(record for record in self._records if record.key <= durable)
             self._records = [record for record in self._records if record.key > durable]
         self._records.append(new)
         if view.rank == 0:
             self._membership.report(view, (new,))
+
+    def _callback_failed(self, text: str) -> None:
+        _log.warning("%s", text)
+        self._membership.callback_failed(text, self._job.train.on_callback_error == "stop")
 
     @property
     def _label(self) -> int:
@@ -472,6 +461,7 @@ class _Trainer:
                 self._membership.phase(EVAL)
                 record = evaluator.evaluate(part, key, tokens, job.eval.max_samples, exchange)
                 if view.rank == 0:
+                    self._callbacks.evaluated(record)
                     self._membership.evaluated(view, record, is_last=part is self._parts[-1])
         except _StopRequested:
             return False
@@ -526,6 +516,10 @@ class _Trainer:
             if group.view.rank == 0:
                 self._membership.send_reports()
             group.sum(torch.zeros(1, dtype=torch.int64), "the last evaluation")  # no rank ends the run before
+        self._membership.phase(SAVE_WAIT)  # for callbacks; the others have what they need
+        self._callbacks.durable(self._records)  # a point is committed only behind all of its records
+        self._callbacks.committed(self._saver.committed)
+        self._callbacks.end(reason)
         self._membership.finished(key, reason)
         return Outcome(reason=reason, key=key, cursor=self._state.cursor)
 

@@ -538,7 +538,10 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
     kept = {path for path, rule in rules.items() if rule == "same"}
     assert {"data.sources", "data.tokenizer", "data.seed", "data.eos", "model.config", "run.name"} <= kept
     assert {rules[p] for p in ("pack.seq_len", "train.global_batch_size", "train.lr")} == {"may_change"}
-    assert {rule for path, rule in rules.items() if path.startswith("train.")} == {"may_change"}
+    of_train = {path: rule for path, rule in rules.items() if path.startswith("train.")}
+    free = {path for path, rule in of_train.items() if rule == "free"}
+    assert free == {"train.callbacks", "train.on_callback_error"}
+    assert set(of_train.values()) == {"free", "may_change"}
     decisive = (
         *("resume.from", "resume.data", "resume.skip_steps", "resume.skip_samples"),
         *("resume.restart_sources", "resume.accept_changed", "data.max_bad_share"),

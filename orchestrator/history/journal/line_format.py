@@ -203,6 +203,9 @@ class EventKind(StrEnum):
         *("per_source", "metrics", "seconds"),
     )
 
+    # ---- callbacks
+    CALLBACK_FAILED = "callback failed", "text"
+
     # ---- the data
     CURSOR = "cursor", "cursor"
     SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"

@@ -47,6 +47,7 @@ _FORMS: dict[str, str] = {
     EventKind.SOURCES_CHANGED: "Sources: {text}",
     EventKind.SAMPLES_SKIPPED: "{samples} samples ({tokens} tokens) after {point} are skipped on purpose, "
     "from sample {first_index} on: {setting}",
+    EventKind.CALLBACK_FAILED: "Callback failed: {text}",
     EventKind.BAD_DOCUMENT: "Document skipped: {text}",
     EventKind.ENCODERS_DIFFER: "The encoders differ: {text}",
     EventKind.REQUEST_ANSWERED: "Request {request} ({what}) {outcome}: {text}",
@@ -164,7 +165,7 @@ _LEVEL = {
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
     EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
-    EventKind.SOURCES_CHANGED: "data",
+    EventKind.SOURCES_CHANGED: "data", EventKind.CALLBACK_FAILED: "fault",
 }  # fmt: skip
 _OWN = frozenset(
     {"format", "seq", "run", "run_id", "time", "config"}

@@ -173,6 +173,7 @@ class RemoteMembership:
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._digests: queue.SimpleQueue[tuple[StateKey, str]] = queue.SimpleQueue()
         self._evals: deque[tuple[EvalRecord, bool]] = deque()  # until the coordinator has them
+        self._callback_errors: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._phase = (STEP, time.monotonic())
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
@@ -258,6 +259,10 @@ class RemoteMembership:
         """Passes the record to the reporting thread, which sends it after those of the steps."""
         del view
         self._evals.append((record, is_last))
+
+    def callback_failed(self, text: str, stops: bool) -> None:
+        """Passes the error to the reporting thread. Never blocks."""
+        self._callback_errors.put((text, stops))
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from its own thread. The future has the result: whether the point was committed.
@@ -519,3 +524,6 @@ class RemoteMembership:
             while self._evals:
                 self._ask("evaluated", self._launch, *self._evals[0])
                 self._evals.popleft()
+            with suppress(queue.Empty):
+                while True:
+                    self._ask("callback_failed", self._launch, *self._callback_errors.get_nowait())

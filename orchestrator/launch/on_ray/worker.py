@@ -204,6 +204,7 @@ def _job(task: WorkerTask) -> TrainJob:
         digest_every_steps=task.config.monitor.digest_every_steps,
         num_shards=task.num_shards,
         until_tokens=task.until_tokens,
+        run_uri=task.storage,
     )
 
 

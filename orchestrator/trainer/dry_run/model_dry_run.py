@@ -21,6 +21,7 @@ from orchestrator.config.sections import BUILT_IN, ModelConfig, TrainConfig
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
+from orchestrator.trainer.callback_process import require_callback
 from orchestrator.trainer.model.model_settings import require_known_keys
 from orchestrator.user_function import find_function
 
@@ -101,6 +102,7 @@ def is_to_try(plan: ResumePlan) -> bool:
             (
                 *("model.", "pack.document_attention", "pack.seq_len", "train.parallel"),
                 *("train.objective", "train.optimizer", "train.param_groups", "train.weight_decay"),
+                "train.callbacks",
             )
         )
         for d in plan.differences
@@ -130,10 +132,11 @@ def try_model(job: JobConfig) -> ModelFacts:
     }
     # A user's module is imported again each time, because a notebook user may have fixed it.
     units = train.objective_units if ":" in train.objective_units else None
-    is_users = job.model.factory or task["objective"] or units or ":" in train.optimizer
+    is_users = job.model.factory or task["objective"] or units or ":" in train.optimizer or train.callbacks
     if not is_users and "torch" in sys.modules:
         return _build(job.model, **task)
-    return _build_elsewhere({"model": job.model.model_dump(mode="json"), "units": units, **task})
+    beside = {"units": units, "callbacks": list(train.callbacks)}
+    return _build_elsewhere({"model": job.model.model_dump(mode="json"), **beside, **task})
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
@@ -458,6 +461,8 @@ def _main() -> None:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
         if (units := given.pop("units")) is not None:
             find_function("train.objective_units", units, "objective.not_callable", num_positional=1)
+        for name in given.pop("callbacks"):
+            require_callback(name)
         with paused_gc():
             import torch  # its own memory does not count
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
 
 DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
+FAILED = "failed"  # the reason for callbacks where there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class TrainJob:
     `num_shards`: the number of parts of the state (`planning.state.state_layout.layout_of`); 1: replicate.
     `until_tokens`: the launch stops after the step that reaches this many tokens, even if the budgets allow
     more.
+    `run_uri`: the run's folder, for callbacks.
     """
 
     model: ModelConfig
@@ -50,6 +52,7 @@ class TrainJob:
     until_tokens: int | None = None
     forming_limit_s: float = 10.0
     collective_limit_s: float = 60.0
+    run_uri: str = ""
 
     @property
     def invariant(self) -> bool:

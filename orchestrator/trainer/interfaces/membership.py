@@ -109,6 +109,12 @@ class Membership(Protocol):
     def send_reports(self) -> None:
         """Waits until the coordinator has everything that this member has reported."""
 
+    def callback_failed(self, text: str, stops: bool) -> None:
+        """Reports an error of a callback; `stops`: it is to save and stop the run. Never blocks.
+
+        May be called from any thread.
+        """
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends a vote. True: the point is committed. False: the save was given up. Never blocks.
 

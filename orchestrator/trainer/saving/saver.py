@@ -133,6 +133,12 @@ class Saver:
         """The newest save that was begun."""
         return self._begun
 
+    @property
+    def committed(self) -> StateKey | None:
+        """The newest save of this member that was committed."""
+        with self._changed:
+            return self._committed
+
     def prepare(self, state: TrainState, rank: int) -> None:
         """Prepares the saves of a generation, once it has its state.
 
