@@ -303,7 +303,7 @@ class ParamGroupConfig(Section):
     """Another optimizer, with its default arguments; null: as without the entry."""
 
 
-OnTrouble = Literal["stop", "skip_step"]
+OnTrouble = Literal["stop", "skip_step", "rewind_and_skip"]
 
 
 class NonfinitePolicy(Section):
@@ -425,16 +425,18 @@ class TrainConfig(Section):
     """Gradients are clipped to this norm; null: never."""
     on_nonfinite: Annotated[
         OnTrouble | NonfinitePolicy,
-        may_change("stop, skip_step, or {action: one of these, budget: n >= 1}"),
+        may_change("stop, skip_step, rewind_and_skip, or {action: one of these, budget: n >= 1}"),
     ] = "stop"
-    """A step whose loss or gradient is not finite: `stop` the run, or `skip_step`: pass its samples, and
-    leave weights and optimizer as they are, for at most `budget` (10) steps of the run's history
-    (docs/howto/loss-spike.md).
+    """A step whose loss or gradient is not finite: `stop` the run; `skip_step`: pass its samples, and leave
+    weights and optimizer as they are, for at most `budget` (10) steps of the run's history;
+    `rewind_and_skip`: go back to the newest resume point and pass the samples from there up to this step, at
+    most `budget` times in a launch (docs/howto/loss-spike.md).
     """
     on_spike: Annotated[
         SpikePolicy | None,
         may_change(
-            "null, or {window: n >= 4, threshold: x > 0, action: stop or skip_step, budget: n >= 1}"
+            "null, or {window: n >= 4, threshold: x > 0, action: stop, skip_step or rewind_and_skip, "
+            "budget: n >= 1}"
         ),
     ] = None
     """The same for a step whose loss or gradient norm lies more than `threshold` standard deviations above

@@ -36,6 +36,7 @@ from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.attempt_claim import LaunchContext
+from orchestrator.launch.start.rewind_and_skip import is_rewind, rewound
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
@@ -165,13 +166,17 @@ def _on_cluster(at: LaunchContext, watched: Callable[[], int]) -> RunStatus:
         disks.reached_by(storage)
         parallel, limits = placement_check.fitting(sized, limits, storage, here, disks)
         at = replace(at, parallel=parallel)
+        num_rewinds = 0
         while True:
             status = _claimed(at, newest, limits, disks)
+            newest = status.attempt
+            if is_rewind(at.job, status):
+                at, num_rewinds = rewound(at, status, num_rewinds), num_rewinds + 1
+                continue
             if not preview.is_damaged_load(status):
                 return status
-            newest = status.attempt
             plan = preview.plan_older_point(
-                at.store, job, at.spec, status.damages, at.plan.damages, newest, progress.say
+                at.store, at.job, at.spec, status.damages, at.plan.damages, newest, progress.say
             )
             at = replace(at, plan=plan)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 STOP, SKIP_STEP, REWIND = "stop", "skip_step", "rewind_and_skip"
 REFUSED, BUDGET_SPENT = "training.step_refused", "training.skip_budget"
+# The codes with which an attempt ends whose launch is to go back and leave out the samples since.
+REWIND_CODES = {NONFINITE: "training.rewind_nonfinite", SPIKE: "training.rewind_spike"}
 
 
 class HasPolicies(Protocol):
@@ -101,7 +103,21 @@ def judge(
     return _within_budget(SPIKE, spike.action, text, history.num_spikes, spike.budget, "train.on_spike")
 
 
+def policy_of(train: HasPolicies, code: str) -> tuple[str, int] | None:
+    """Returns the field and the budget of the policy that ended an attempt with one of `REWIND_CODES`.
+
+    None for any other code.
+    """
+    if code == REWIND_CODES[NONFINITE]:
+        return "train.on_nonfinite", train.nonfinite.budget
+    if code == REWIND_CODES[SPIKE] and train.on_spike is not None:
+        return "train.on_spike", train.on_spike.budget
+    return None
+
+
 def _within_budget(cause: str, action: str, text: str, spent: int, budget: int, field: str) -> Verdict:
+    if action == REWIND:  # the launch counts these
+        return Verdict(cause=cause, action=action, text=text, code=REWIND_CODES[cause])
     if action == STOP or spent < budget:
         return Verdict(cause=cause, action=action, text=text)
     return Verdict(

@@ -33,6 +33,7 @@ from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.launch.start.preview import plan_older_point
+from orchestrator.planning.loss_policy import REWIND
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
@@ -81,6 +82,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
         )
     from orchestrator.torchrun.store_rendezvous import meet
 
+    _require_no_rewind(job)
     rendezvous = meet()
     say_disk(rendezvous, job.resume.node_folder)
     if rendezvous.rank != 0:
@@ -88,6 +90,22 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     with Progress.shown(job.monitor.progress_s) as progress:
         command = _command(config, overrides)
         return _lead(rendezvous, job, progress, command, parallel, fault_plan)
+
+
+def _require_no_rewind(job: JobConfig) -> None:
+    """Raises `ConfigError` for policies that need another launch, which torchrun's processes cannot make."""
+    spike = job.train.on_spike
+    actions = {
+        "train.on_nonfinite": job.train.nonfinite.action,
+        "train.on_spike": spike.action if spike is not None else "",
+    }
+    for field, action in actions.items():
+        if action == REWIND:
+            raise ConfigError(
+                f"{field} has the action {action}, and under torchrun a launch cannot go back to a resume "
+                "point by itself; take skip_step or stop, or start the run with `orchestrator train`",
+                code="config.conflict",
+            )
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:

@@ -21,7 +21,7 @@ from orchestrator.faults import Hook, no_fault
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
-from orchestrator.planning.loss_policy import window_of
+from orchestrator.planning.loss_policy import REWIND_CODES, window_of
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
 from orchestrator.records.loss_history import LossHistory
@@ -270,6 +270,8 @@ class _Trainer:
             try:
                 control = self._step(group, batch)
             except StepRefused as refused:
+                if refused.code in REWIND_CODES.values():  # to an older point, not to a new one
+                    raise TrainingError(str(refused), code=refused.code) from None
                 raise self._end_of(group, str(refused), refused.code) from None
             self._has_stepped = self._all_warm = True
             self._note_digest(group)

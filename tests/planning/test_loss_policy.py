@@ -5,7 +5,7 @@ import math
 import pytest
 
 from orchestrator.config.sections import SpikePolicy, TrainConfig
-from orchestrator.planning.loss_policy import LossPolicies, judge, window_of
+from orchestrator.planning.loss_policy import LossPolicies, judge, policy_of, window_of
 from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.steps import NONFINITE, SPIKE
 from tests.planning.jobs import job
@@ -39,6 +39,17 @@ def test_steps_that_are_not_finite_are_skipped_until_the_budget_is_spent():
     verdict = judge(train, LossHistory(num_nonfinite=3, num_spikes=9), None, math.inf, WRONG)
     assert (verdict.action, verdict.code) == ("stop", "training.skip_budget")
     assert job("train.on_nonfinite=skip_step").train.nonfinite.budget == 10
+
+
+def test_a_policy_that_rewinds_leaves_the_budget_to_the_launch():
+    train = job("train.on_nonfinite={action: rewind_and_skip, budget: 2}").train
+    verdict = judge(train, LossHistory(num_nonfinite=9), None, math.nan, WRONG)
+    assert (verdict.action, verdict.code) == ("rewind_and_skip", "training.rewind_nonfinite")
+    assert policy_of(train, verdict.code) == ("train.on_nonfinite", 2)
+    spike = policies(**{**SPIKES, "action": "rewind_and_skip"})
+    verdict = judge(spike, LossHistory(recent=CALM), 1e9, 1.0, None)
+    assert policy_of(spike, verdict.code) == ("train.on_spike", 2)
+    assert policy_of(train, "training.step_refused") is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import ray
@@ -38,6 +39,25 @@ class TinyDocumentModel(TinyModel):
         sees = (document_ids[:, :, None] == document_ids[:, None, :]).float().tril()
         hidden = sees / sees.sum(-1, keepdim=True) @ self.embedding(input_ids)
         return (hidden + self.between(hidden)) @ self.embedding.weight.T
+
+
+class PoisonedModel(TinyModel):
+    """A `TinyModel` whose logits are NaN for the sample that begins with these tokens."""
+
+    def __init__(self, first_ids: Sequence[int], vocab_size: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.first_ids = tuple(first_ids)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, seq_len) token ids to (batch, seq_len, vocab_size) logits."""
+        begins = input_ids[:, : len(self.first_ids)]
+        is_bad = (begins == torch.tensor(self.first_ids, device=input_ids.device)).all(1)
+        return super().forward(input_ids) * torch.where(is_bad[:, None, None], float("nan"), 1.0)
+
+
+def build_poisoned(first_ids: Sequence[int], vocab_size: int = 1000, hidden_size: int = 32) -> PoisonedModel:
+    """For `model.factory`."""
+    return PoisonedModel(first_ids, vocab_size, hidden_size)
 
 
 def build_document_model(vocab_size: int = 1000, hidden_size: int = 32) -> TinyDocumentModel:

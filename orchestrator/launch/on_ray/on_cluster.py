@@ -44,6 +44,7 @@ from orchestrator.launch.process.stop_signals import SignalledError, stop_on_sig
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.launch.start.preview import is_damaged_load
+from orchestrator.launch.start.rewind_and_skip import is_rewind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
 
@@ -107,7 +108,7 @@ def supervise(
                 raise
             if status.ended != "failed":
                 wait_for_points(partial(_settled, coordinator), progress.say)
-        if is_damaged_load(status):
+        if is_damaged_load(status) or is_rewind(job, status):
             return status  # the start continues an older point
         if status.ended == "done":
             why = why_done(job, attempt.budgets, status.last_step)
