@@ -130,6 +130,12 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         interrupt = stop_signals.told(last)
         _say(str(interrupt) or "interrupted")
         code = getattr(interrupt, "exit_code", 130)
+    except SystemExit as error:  # the user's code; with its own code an unfinished run would pass as done
+        _say(
+            f"rank {os.environ.get('RANK', '?')}: the job's code called sys.exit({error.code!r}); raise an "
+            "exception instead"
+        )
+        code = 1
     let_go(sys.stderr)
     if code:
         # at once, even if a thread is still busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -92,6 +93,27 @@ def changes_its_metrics(model: nn.Module, batch: MicroBatch, context: StepContex
 def raises(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
     del model, batch, context
     raise ValueError("not today")
+
+
+def raises_in_step_3(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    if context.step == 3:
+        raise ValueError("not in this step")
+    return cross_entropy(model, batch, context)
+
+
+def exits_in_step_3(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    if context.step == 3:
+        sys.exit(0)
+    return cross_entropy(model, batch, context)
+
+
+def sums_each_row(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    del context
+    return Terms(_losses(model(batch.input_ids).logits, batch.labels).sum(-1))
+
+
+def has_a_negative_count(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    return Terms(cross_entropy(model, batch, context).loss_sum, {"it": Mean(1.0, -1)})
 
 
 def calls_the_model_with_parts_of_rows(model: Any, batch: MicroBatch, context: StepContext) -> Terms:

@@ -177,6 +177,8 @@ def tried(name: str, **changes: object) -> PlugIn:
         ("nothing_there", "objective.not_callable"),
         ("returns_a_tensor", "objective.terms"),
         ("returns_a_vector", "objective.terms"),
+        ("sums_each_row", "objective.terms"),
+        ("has_a_negative_count", "objective.terms"),
         ("returns_a_constant", "objective.terms"),
         ("has_a_metric_of_no_number", "objective.terms"),
         ("has_the_metric_loss", "objective.terms"),
@@ -212,6 +214,15 @@ def test_other_metrics_in_a_later_step_are_refused() -> None:
 
 def test_an_objective_may_state_the_difference_between_two_evaluations() -> None:
     assert tried("nearly_pure").metric_names == ()
+
+
+@pytest.mark.parametrize("name", ["raises_in_step_3", "exits_in_step_3"])
+def test_an_objective_that_raises_while_it_trains_ends_the_run_by_name_and_line(name: str) -> None:
+    objective, job = tried(name), job_of(name)
+    model = build_model(job.model, "float32", 0, CPU, invariant=True)
+    place = StepPlace(step=3, consumed_tokens=0)
+    with raises(TrainingError, "objective.fails", name, "step 3", "objectives.py:"):
+        objective.terms(model, first_micro(job), place)
 
 
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])

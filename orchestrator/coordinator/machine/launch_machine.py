@@ -488,7 +488,8 @@ class LaunchMachine:
                 case LeaveOut():
                     actions += self._leave_out(action)
                 case StopRun():
-                    actions += self.end(action.outcome, action.reason, code=action.code)
+                    last = f". The last failure: {self.failures[-1].reason}" if self.failures else ""
+                    actions += self.end(action.outcome, f"{action.reason}{last}", code=action.code)
                 case Waiting():
                     actions += self._waits(action)
                 case Form() if self.ended is None:

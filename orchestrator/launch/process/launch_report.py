@@ -203,14 +203,21 @@ def end_lines(uri: str, status: RunStatus, left: FolderAtEnd | str) -> list[str]
         where = point if left.point else f"none, {point} is gone"
     trained = status.last_step is not None or status.newest_point is not None
     there = isinstance(left, FolderAtEnd) and left.run
-    return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there)]
+    failed = status.ended == "failed"
+    return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there, failed=failed)]
 
 
-def next_commands(uri: str, *, trained: bool) -> list[str]:
+def next_commands(uri: str, *, trained: bool, failed: bool = False) -> list[str]:
     """What to try next; empty if nothing was trained, or nothing is left."""
     if not trained:
         return []
     uri = shlex.quote(uri)
+    if failed:
+        return [
+            "next:",
+            f"  orchestrator status {uri}     what it trained, and its last faults",
+            f"  orchestrator logs {uri}       what its workers printed",
+        ]
     return [
         "next:",
         f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",

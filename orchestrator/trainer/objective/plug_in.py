@@ -21,9 +21,10 @@ from typing_extensions import override
 from orchestrator.errors import ConfigError, OrchestratorError, TrainingError
 from orchestrator.history.metrics.declared import RESERVED
 from orchestrator.objectives import Mean, StepContext, Terms
+from orchestrator.trainer.comm.group import raised_by_collective
 from orchestrator.trainer.comm.interruptible import refusing
 from orchestrator.trainer.model.build_model import seed_micro_batch
-from orchestrator.trainer.model.factory_output import without_weights
+from orchestrator.trainer.model.factory_output import is_of_this_machine, without_weights
 from orchestrator.trainer.model.model_call import completed_inputs, input_names
 from orchestrator.trainer.objective.micro_batches import (
     NumberedMicroBatch,
@@ -31,7 +32,7 @@ from orchestrator.trainer.objective.micro_batches import (
     StepPlace,
     empty_micro_batch,
 )
-from orchestrator.user_function import find_function
+from orchestrator.user_function import described, find_function
 
 _CPU = torch.device("cpu")
 _TERMS = "objective.terms"
@@ -141,7 +142,13 @@ class PlugIn(Objective):
         kind = device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._precision == "bf16" else nullcontext()
         with autocast, self._inputs_completed(model, micro):
-            found = self._function(model, batch, context, **self._arguments)
+            try:
+                found = self._function(model, batch, context, **self._arguments)
+            except (Exception, SystemExit) as error:
+                if not self._tried or _is_of_others(error):
+                    raise
+                raised = f"raised in step {place.step}: {described(error)}"
+                raise self._wrong(raised, "objective.fails") from error
         return self._checked(found, tuple(batch.input_ids.shape))
 
     @override
@@ -202,9 +209,11 @@ class PlugIn(Objective):
             kind = type(found).__name__
             raise self._wrong(f"returned {kind}; return orchestrator.objectives.Terms", _TERMS)
         loss = found.loss_sum
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.ndim:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise self._wrong(f"returned a loss_sum of {kind}; return a tensor with one number", _TERMS)
+            raise self._wrong(
+                f"returned a loss_sum of {kind}; return a scalar tensor, the sum over all tokens", _TERMS
+            )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._wrong(
                 "returned a loss_sum that depends on no trained parameter; compute it from the output of the "
@@ -218,7 +227,13 @@ class PlugIn(Objective):
                     "every run has (docs/metrics.md)",
                     _TERMS,
                 )
-            if not isinstance(mean, Mean) or not (_is_number(mean.sum) and _is_number(mean.count)):
+            is_mean = isinstance(mean, Mean) and _is_number(mean.sum) and _is_number(mean.count)
+            if is_mean and isinstance(mean.count, int | float) and mean.count < 0:
+                raise self._wrong(
+                    f"returned the count {mean.count} of metric {name!r}; return a count of at least 0",
+                    _TERMS,
+                )
+            if not is_mean:
                 raise self._wrong(
                     f"returned {mean!r:.100} as metric {name!r}; return a Mean of two numbers", _TERMS
                 )
@@ -231,12 +246,23 @@ class PlugIn(Objective):
             )
         if found.per_token is not None and tuple(found.per_token.shape) != shape:
             raise self._wrong(
-                f"returned per_token of shape {tuple(found.per_token.shape)} for samples {shape}", _TERMS
+                f"returned per_token of shape {tuple(found.per_token.shape)}; return one number for each "
+                f"token, {shape}",
+                _TERMS,
             )
         return found
 
     def _wrong(self, what: str, code: str) -> TrainingError:
         return TrainingError(f"train.objective={self._path} {what}", code=code)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether the machine, a peer or the framework caused an error that passes through the user's function.
+
+    Such an error may not come again.
+    """
+    ours = isinstance(error, OrchestratorError | torch.OutOfMemoryError)
+    return ours or raised_by_collective(error) or (isinstance(error, Exception) and is_of_this_machine(error))
 
 
 def _is_number(value: object) -> bool:
