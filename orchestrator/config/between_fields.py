@@ -410,6 +410,20 @@ def _something_held_out(
     )
 
 
+def _best_by(best_by: str, parts: dict[str, Any], *when: int | bool | None) -> _Wrong | None:
+    if best_by == "loss":
+        return None
+    names, part = list(parts) or ["holdout"], best_by.removeprefix("eval.").removesuffix(".loss")
+    if part not in names:
+        return _Wrong(
+            "config.unknown_part",
+            f"is {best_by}, and eval.parts has {', '.join(names)}; name one of these",
+        )
+    if not any(when):
+        return _Wrong(MISSING, f"is {best_by}, and nothing is evaluated; set eval.every_steps")
+    return None
+
+
 def _eval_parts(parts: dict[str, Any], transforms: Any) -> _Wrong | None:
     for name, part in parts.items():
         holdout, sources = part.get("holdout"), part.get("sources")
@@ -449,6 +463,13 @@ _RULES = (
     _Between(fields=("monitor.loggers",), check=_each_logger_once),
     _Between(fields=("eval.every_steps", "eval.every_tokens"), check=_one_interval),
     _Between(fields=("eval.parts", "data.transforms"), check=_eval_parts),
+    _Between(
+        fields=(
+            *("resume.keep_best_by", "eval.parts"),
+            *("eval.every_steps", "eval.every_tokens", "eval.at_end"),
+        ),
+        check=_best_by,
+    ),
     _Between(
         fields=(
             *("eval.parts", "eval.every_steps", "eval.every_tokens", "eval.at_end"),

@@ -100,7 +100,14 @@ class ResumeConfig(Section):
     keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """Also keep each point whose step is a multiple of this; null: none for that."""
     keep_best: Annotated[int, free("a whole number >= 0", ge=0)] = 0
-    """Also keep so many points with the lowest mean loss of the steps since the point before."""
+    """Also keep so many points with the lowest loss (`keep_best_by`)."""
+    keep_best_by: Annotated[
+        str,
+        free("loss, or eval.PART.loss", pattern=r"^(loss|eval\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}\.loss)$"),
+    ] = "loss"
+    """Whose loss `keep_best` compares: `loss`: the mean of the steps since the point before;
+    `eval.PART.loss`: that of a part that was evaluated at the point.
+    """
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
     node_folder: Annotated[

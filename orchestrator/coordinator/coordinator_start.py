@@ -86,6 +86,7 @@ def commit_machine(start: CoordinatorStart, attempt: Attempt) -> CommitMachine:
             keep_latest=start.keep_latest,
             keep_every=start.keep_every,
             keep_best=start.keep_best,
+            best_by=attempt.best_by,
             names=attempt.inherited,
             losses=attempt.losses,
             pinned=attempt.point.name if attempt.point else None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from orchestrator.checkpoint.commit.commit_driver import CommitListener, Commits, in_daemon_thread
-from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
+from orchestrator.checkpoint.commit.commit_events import Evaluated, GenerationFormed, GiveUp, Tick, VoterGone
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
@@ -175,6 +175,8 @@ class LaunchDriver(CommitListener):
             metrics=dict(record.metrics),
             seconds=record.seconds,
         )
+        if f"eval.{record.part}.loss" == self._attempt.best_by:
+            self.commits.notify_soon(Evaluated(key=record.key, loss=record.loss))
         if is_last:
             self._evaluated = record.step
 

@@ -133,6 +133,14 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The part of `resume.keep_best_by` has this loss in the state `key`; None: it has none."""
+
+    key: StateKey
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
     """The current time (seconds, any origin, the same clock as `VoteCast`)."""
 
@@ -151,6 +159,7 @@ Event = (
     | Verified
     | Deleted
     | Failed
+    | Evaluated
     | Tick
 )
 

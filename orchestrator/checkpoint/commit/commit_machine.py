@@ -19,6 +19,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     CommitWritten,
     Deleted,
     DiscardSave,
+    Evaluated,
     Event,
     Failed,
     Fence,
@@ -253,6 +254,9 @@ class CommitMachine:
         after = dataclasses.replace(self, kept=kept)
         return after._move(event.key, SaveStage.CHECKING), (CheckNewerClaim(key=event.key),)
 
+    def _evaluated(self, event: Evaluated) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return dataclasses.replace(self, kept=self.kept.evaluated(event.key.point_name, event.loss)), ()
+
     def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
         if event.key not in self.saves:
             return self, ()
@@ -422,5 +426,6 @@ _HANDLERS: dict[type, str] = {
     Verified: "_verified",
     Deleted: "_deleted",
     Failed: "_failed",
+    Evaluated: "_evaluated",
     Tick: "_tick",
 }

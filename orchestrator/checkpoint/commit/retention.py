@@ -25,16 +25,21 @@ from orchestrator.records.steps import StateKey
 # the number of verified points newer than the newest claim's parent after which that may be deleted
 # (membership rule 16)
 NEEDED_TO_RELEASE = 2
+BY_LOSS = "loss"  # `resume.keep_best_by`: the mean loss of the steps since the previous point
 
 
 def spared(
-    points: Sequence[str], keep_every: int | None, keep_best: int, losses: Mapping[str, float | None]
+    points: Sequence[str],
+    keep_every: int | None,
+    keep_best: int,
+    losses: Mapping[str, float | None],
+    best_by: str = BY_LOSS,
 ) -> dict[str, str]:
     """Returns the points that are kept although newer ones exist, with the reasons.
 
     `keep_every`: those whose step label is a multiple of it (None: disabled). `keep_best`: this many of those
-    with the lowest loss, of equal ones the older. `losses`: the mean loss of the steps since the previous
-    point, by name. A point without a finite loss is never among the best.
+    with the lowest loss, of equal ones the older. `losses`: by point, those of `best_by`
+    (`resume.keep_best_by`). A point without a finite loss is never among the best.
     """
     kept = {}
     for name in points:
@@ -43,7 +48,8 @@ def spared(
             kept[name] = f"resume.keep_every={keep_every}"
     known = {name: loss for name in points if (loss := losses.get(name)) is not None and math.isfinite(loss)}
     for name in sorted(known, key=lambda name: (known[name], points.index(name)))[:keep_best]:
-        kept.setdefault(name, f"resume.keep_best={keep_best}: mean loss {known[name]:.4f}")
+        what = "mean loss" if best_by == BY_LOSS else best_by
+        kept.setdefault(name, f"resume.keep_best={keep_best}: {what} {known[name]:.4f}")
     return kept
 
 
@@ -144,7 +150,7 @@ class KeptPoints:
     """The points of one attempt. Each method returns the next state, and the actions if there are any.
 
     `names`: those on the lineage, oldest first; initially those that the claim inherited.
-    `losses`: their mean losses as far as known, for `keep_every` and `keep_best`, which spare some points.
+    `losses`: their losses by `best_by` (`resume.keep_best_by`) as far as known, for `keep_best`.
     `pinned`: the claim's parent if that is a point of this run.
     `quarantined`: the points marked as damaged, as of the last check for claims (None: the marks could not be
     listed, so nothing is deleted).
@@ -157,6 +163,7 @@ class KeptPoints:
     keep_latest: int
     keep_every: int | None = None
     keep_best: int = 0
+    best_by: str = BY_LOSS
     names: tuple[str, ...] = ()
     losses: Mapping[str, float | None] = field(default_factory=dict)
     pinned: str | None = None
@@ -177,7 +184,13 @@ class KeptPoints:
 
     def with_loss(self, name: str, mean_loss: float | None) -> KeptPoints:
         """Records the mean loss of the steps before a point that is being committed; None: unknown."""
+        if self.best_by != BY_LOSS:
+            return self
         return dataclasses.replace(self, losses={**self.losses, name: mean_loss})
+
+    def evaluated(self, name: str, loss: float | None) -> KeptPoints:
+        """Records the loss of `best_by` in the state of a point, which may be committed later."""
+        return dataclasses.replace(self, losses={**self.losses, name: loss})
 
     def on_path(self, is_on: Callable[[StateKey], bool]) -> KeptPoints:
         """Drops points that are not on the path of a newly formed generation. They are orphans and no longer
@@ -205,7 +218,7 @@ class KeptPoints:
         points = tuple(name for name in self.names if name not in self.quarantined)
         pinned = held_point(self.names, self.pinned, self.quarantined)
         busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
-        also = spared(points, self.keep_every, self.keep_best, self.losses)
+        also = spared(points, self.keep_every, self.keep_best, self.losses, self.best_by)
         unneeded = to_delete(points, self.keep_latest, pinned, self.verified, also)
         free = tuple(name for name in unneeded if name not in busy)
         names = self.retries.to_try(free, bool(self.deleting), now_s)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator import __version__
+from orchestrator.checkpoint.commit.retention import BY_LOSS
 from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.point_status import Leftover
 from orchestrator.checkpoint.points.points import Point
@@ -72,7 +73,7 @@ class Attempt:
     `command`: the command line that would continue the run, without secrets ("": there was none).
     `num_blocks`: the number of blocks of each source; `weights`: its weight in the mixture.
     `forked_from`: the point of another run that it takes over.
-    `losses`: the mean losses of points.
+    `losses`: the losses of points by `best_by` (`resume.keep_best_by`).
     `evaluated`: `step_label`, if all parts were evaluated at the point, else −1.
     `history`: the number of histories of the run that points held; the one that it continues is held up to
     `history_saved_to` tokens (see `history.metrics.loggers`).
@@ -99,6 +100,7 @@ class Attempt:
     weights: dict[str, int] = field(default_factory=dict)
     forked_from: ForkedFrom | None = None
     losses: Mapping[str, float | None] = field(default_factory=dict)
+    best_by: str = BY_LOSS
     evaluated: int = -1
     history: int = 1
     history_saved_to: int = 0

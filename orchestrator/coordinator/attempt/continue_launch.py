@@ -16,7 +16,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import (
     Survey,
     decided,
-    mean_losses,
+    losses_of_points,
     older_journals,
     saved_history,
     seal_history,
@@ -97,7 +97,7 @@ def _take_up(store: RunStore, first: Attempt, number: int) -> Attempt:
         point=point,
         inherited=parent.inherited,
         forked_from=None,
-        losses=mean_losses(seen),
+        losses=losses_of_points(seen, first.best_by),
         history=saved.number,
         history_saved_to=saved.saved_to,
         skip=parent.skip,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from orchestrator.checkpoint.commit.retention import BY_LOSS
 from orchestrator.checkpoint.points.point_status import PointStatus, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
@@ -380,8 +381,12 @@ def has_its_steps(seen: Survey, point: Point) -> bool:
     return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.journal.records})
 
 
-def mean_losses(seen: Survey) -> dict[str, float | None]:
-    """Returns, for each point on the history, the mean loss of the steps since the previous point."""
+def losses_of_points(seen: Survey, best_by: str) -> dict[str, float | None]:
+    """Returns, for each point on the history, the loss of `best_by` (`resume.keep_best_by`)."""
+    if best_by != BY_LOSS:
+        part = best_by.removeprefix("eval.").removesuffix(".loss")
+        found = {each.key.point_name: each.loss for each in evaluations(seen) if each.part == part}
+        return {name: found.get(name) for name in seen.points}
     found = {
         event.fields["point"]: event.fields.get("mean_loss")
         for event in seen.journal.events

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.commit.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.survey import Survey, mean_losses
+from orchestrator.coordinator.attempt.survey import Survey, losses_of_points
 from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REWIND, START, AttemptEnd
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
 from orchestrator.inspect.status.point_rows import names_of
@@ -258,7 +258,13 @@ def release(
         healthy += [] if store.verify_point(name) else [name]
         damaged |= set() if name in healthy else {name}
     points = [name for name in seen.points if name not in damaged]
-    also = spared(points, keep.keep_every, keep.keep_best, mean_losses(seen))
+    also = spared(
+        points,
+        keep.keep_every,
+        keep.keep_best,
+        losses_of_points(seen, keep.keep_best_by),
+        keep.keep_best_by,
+    )
     claim = store.parents()[0][-1] if store.parents()[0] else None
     parent = claim.parent.point_name if claim is not None and claim.parent is not None else None
     # damaged points may be those that would release an older one: two whole ones stay then, at least
