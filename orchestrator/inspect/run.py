@@ -135,9 +135,9 @@ class Run:
 
     def goodput(self) -> dict[str, Any]:
         """Where the run's time went, from its first line to its last: `wall_s`; `parts` of it in seconds
-        (productive, data_wait, saving, lost, rewound, reforming, starting, waiting, down, other), which sum
-        to it; the same in `percent`; and by day (`days`, each with `day`, seconds since 1970 of its begin in
-        UTC). `off_s` came after wanted stops and is not counted. See `inspect.views.goodput`.
+        (productive, data_wait, saving, evaluating, lost, rewound, reforming, starting, waiting, down, other),
+        which sum to it; the same in `percent`; and by day (`days`, each with `day`, seconds since 1970 of its
+        begin in UTC). `off_s` came after wanted stops and is not counted. See `inspect.views.goodput`.
 
         Raises `RefusedError` if the journal cannot be read.
         """

@@ -79,6 +79,11 @@ def test_a_point_has_the_numbers_that_its_run_had() -> None:
             assert (row.samples, row.per_source) == (7, now.per_source)
 
 
+def test_the_time_of_evaluations_is_a_part_of_its_own() -> None:
+    run = orchestrator.open("example")
+    assert run.goodput()["parts"]["evaluating"] == pytest.approx(run.evals().seconds.sum(), abs=0.2)
+
+
 def test_other_parts_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     parts = 'eval.parts={mine: {sources: [{name: c, path: "corpus/*.jsonl", format: jsonl}]}}'
     with exits(0):

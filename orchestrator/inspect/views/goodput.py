@@ -1,4 +1,4 @@
-"""How a run's time was spent: ten parts that sum to the wall time, whole and by day.
+"""How a run's time was spent: eleven parts that sum to the wall time, whole and by day.
 
 The time between the first and the last line is cut into pieces that do not overlap, and each is counted once.
 Time that the journal does not explain is a part of its own. Time after a wanted stop is left out.
@@ -15,13 +15,14 @@ import numpy as np
 
 from orchestrator.history.claims.claim_files import RESTARTED
 from orchestrator.history.claims.claims import GenerationId
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.arrays import Array
 from orchestrator.inspect.views.facts.effective_steps import HISTORY, REWOUND
 from orchestrator.inspect.views.facts.facts import RunFacts
 
 PARTS = (
-    "productive", "data_wait", "saving", "lost", "rewound", "reforming", "starting", "waiting", "down",
-    "other",
+    "productive", "data_wait", "saving", "evaluating", "lost", "rewound", "reforming", "starting", "waiting",
+    "down", "other",
 )  # fmt: skip
 DAY_S = 86400
 _FIRST_LINES_S = 10.0  # steps that end within this time of the first one show when that began
@@ -161,7 +162,7 @@ def _measured(facts: RunFacts) -> Goodput:
         return good
     clock = _Clock(good=good, at=columns.attempts[numbers[0]].first)
     waits = [event for event in facts.events("waiting")]
-    sums, generations = _step_seconds(facts), facts.generations()
+    sums, generations, evaluated = _step_seconds(facts), facts.generations(), _evaluated(facts)
     for at, number in enumerate(numbers):
         written = columns.attempts[number]
         claim = facts.files.claims.get(number)
@@ -180,7 +181,11 @@ def _measured(facts: RunFacts) -> Goodput:
                 clock.until(waited[0], "reforming")
                 clock.until(began, "waiting")
             clock.until(began, "starting" if first and not restarted else "reforming")
-            clock.train(end, seconds)
+            during, after = _parted(evaluated.get(generation.id, ()), end)
+            clock.train(end, _with(seconds, during))
+            for t, seconds_of_one in after:  # of the last state
+                clock.until(t - seconds_of_one, "other")
+                clock.until(t, "evaluating")
             first = False
         newest = at + 1 == len(numbers)
         waited = [event.t for event in waits if event.attempt == number and event.t >= clock.at]
@@ -191,6 +196,35 @@ def _measured(facts: RunFacts) -> Goodput:
             clock.until(min(written.last, limit), "starting" if not restarted else "reforming")
         clock.until(min(written.last, limit), "other")
     return good
+
+
+def _evaluated(facts: RunFacts) -> dict[GenerationId, list[tuple[float, float]]]:
+    """When the evaluations of each generation ended, and how many seconds each took."""
+    found: dict[GenerationId, list[tuple[float, float]]] = {}
+    for event in facts.events(EventKind.EVALUATED):
+        id_ = event.attempt, int(event.fields["generation"])
+        found.setdefault(id_, []).append((event.t, float(event.fields["seconds"])))
+    return found
+
+
+def _parted(
+    evaluated: Iterable[tuple[float, float]], end: float
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Returns those that began before `end`, and the others."""
+    of_both = list(evaluated)
+    after = [each for each in of_both if each[0] - each[1] >= end]
+    return [each for each in of_both if each not in after], after
+
+
+def _with(
+    sums: Mapping[int, Mapping[str, float]], evaluated: Iterable[tuple[float, float]]
+) -> dict[int, dict[str, float]]:
+    """Adds the seconds of evaluations to those of steps, by day and part."""
+    found = {day: dict(parts) for day, parts in sums.items()}
+    for t, seconds in evaluated:
+        of_day = found.setdefault(int(t // DAY_S), {})
+        of_day["evaluating"] = of_day.get("evaluating", 0.0) + seconds
+    return found
 
 
 def _between(facts: RunFacts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:

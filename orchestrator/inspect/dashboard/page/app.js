@@ -42,6 +42,7 @@ export const PARTS = [
 	['productive', 'Productive'],
 	['data_wait', 'Waiting for data'],
 	['saving', 'Saving'],
+	['evaluating', 'Evaluating'],
 	['reforming', 'Re-forming'],
 	['starting', 'Starting'],
 	['waiting', 'Waiting for workers'],
