@@ -181,6 +181,12 @@ def samples(
         typer.Option(metavar="N", help="the step, e.g. 250; attempt 2's step: a2:250", show_default=False),
     ],
     text: Annotated[bool, typer.Option("--text", help="also show the documents' tokens as text")] = False,
+    by_loss: Annotated[
+        bool,
+        typer.Option(
+            "--by-loss", help="only those with the highest mean loss, with text (monitor.document_losses)"
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Say which documents a step was trained on. For each sample: the files, lines or rows, and which tokens
@@ -188,7 +194,7 @@ def samples(
     """
     from orchestrator.inspect.run import open_run
 
-    found = open_run(run).list_samples(step, text)
+    found = open_run(run).list_samples(step, text or by_loss, by_loss)
     if json:
         print_json(found)
     else:

@@ -131,9 +131,18 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def samples_lines(found: Mapping[str, Any]) -> list[str]:
-    """A line for each sample and each document in it, then whether the journal agrees."""
+    """A line for each sample and each document in it, then whether the journal agrees.
+
+    With losses, only the documents that have one, the highest first.
+    """
     lines = list[str]()
-    for sample in found["samples"]:
+    for document in found.get("by_loss") or ():
+        loss = "not finite" if document["loss"] is None else f"{document['loss']:.4f}"
+        of = f"{count(document['targets'], 'target')} of sample {document['index']:,}"
+        lines.append(f"loss {loss}  {of}  {document['source']}")
+        lines.append(f"  {_document_line(document)}")
+        lines += [f"    | {line}" for line in document.get("text", "").split("\n")]
+    for sample in found["samples"] if found.get("by_loss") is None else ():
         lines.append(f"sample {sample['index']:,}  {sample['source']}  {sample['tokens']:,} tokens")
         for document in sample["documents"]:
             lines.append(f"  {_document_line(document)}")

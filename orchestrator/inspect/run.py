@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.node_local.node_storage import with_nodes
 from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.errors import (
     DataIdentityError,
     OrchestratorError,
     RefusedError,
     StorageError,
 )
+from orchestrator.history.journal.journal_reader import documents_of
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW, VERIFY, Finding, FindingFiles, asker
 from orchestrator.inspect import frames
@@ -31,7 +32,7 @@ from orchestrator.inspect.status.point_rows import names_of, point_rows, standin
 from orchestrator.inspect.status.snapshot import GONE
 from orchestrator.inspect.status.status_reader import look_at, since_it_moved
 from orchestrator.inspect.status.view import Quiet, RunView, not_watched
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import DocumentLoss, StepRecord
 from orchestrator.storage.open import absolute, open_storage
 from orchestrator.text import visible
 
@@ -545,20 +546,36 @@ class Run:
         how = HowToAudit(processes=processes, by_reference=reference, progress=progress or NoAuditProgress())
         return audit(self._store, self.uri, None if steps is None else str(steps), how)
 
-    def list_samples(self, step: str | int, text: bool = False) -> dict[str, Any]:
+    def list_samples(self, step: str | int, text: bool = False, by_loss: bool = False) -> dict[str, Any]:
         """Which documents a step of the history was trained on, sample by sample; `step` is named as
-        everywhere (`250`, `a2:250`). With `text`, their tokens decoded by the run's own tokenizer. The
+        everywhere (`250`, `a2:250`). With `text`, their tokens decoded by the run's own tokenizer. With
+        `by_loss`, those with the highest mean loss again at `by_loss` (`monitor.document_losses`). The
         document of `samples --json`; see `inspect.step_documents.step_documents`.
 
-        Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
+        Reads the files from the nearest cursor in the journal on. Raises as `audit` does, and `RefusedError`
+        if the journal has no losses of the step's documents.
         """
         from orchestrator.data.code_process import call, needs_code
         from orchestrator.inspect.audit.trained_data import trained_data
         from orchestrator.inspect.step_documents import step_documents
 
         seen = survey(self._store)
+        worst = self._worst_documents(seen, str(step)) if by_loss else None
         spec = trained_data(self._store, self.uri, seen)
-        return call(needs_code(spec), step_documents, spec, seen, str(step), text)
+        return call(needs_code(spec), step_documents, spec, seen, str(step), text, worst)
+
+    def _worst_documents(self, seen: Survey, step: str) -> tuple[DocumentLoss, ...]:
+        from orchestrator.inspect.step_documents import only_step
+
+        key = seen.lineage.records[only_step(seen, step)].key
+        found = documents_of(self._store.storage, key)
+        if not found:
+            raise RefusedError(
+                f"the journal has no losses of the documents of step {step}, because it was trained without "
+                "monitor.document_losses; set it for later steps, e.g. monitor.document_losses=10",
+                code="samples.no_losses",
+            )
+        return found
 
     def samples(self, step: str | int, text: bool = False) -> pd.DataFrame:
         """The same as a row for each document of each sample. Columns: `inspect.frames.SAMPLES`. Raises

@@ -7,7 +7,7 @@ journal.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from orchestrator.inspect.audit.reference.reference_windows import SamplePart as
 from orchestrator.inspect.audit.trained_data import Walk
 from orchestrator.records.arrays import Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.steps import DocumentLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +228,24 @@ def _documents(chunks: list[TokenChunk]) -> list[_Document]:
 _LINES = ("jsonl", "lines")  # formats with a record per line
 
 
-def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[str, Any]:
+def only_step(seen: Survey, step: str) -> int:
+    """Returns the index of the step's record in the history.
+
+    Raises `RefusedError` for a step that the history does not have, and for a name of several.
+    """
+    if not names_steps(step):
+        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
+    wanted = find_steps(seen.lineage.records, step)
+    if len(wanted) != 1:
+        raise RefusedError(
+            f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250", code="command.several_steps"
+        )
+    return wanted.start
+
+
+def step_documents(
+    spec: DataSpec, seen: Survey, step: str, text: bool, worst: Sequence[DocumentLoss] | None = None
+) -> dict[str, Any]:
     """The documents of the step: for each sample `index`, `source`, `tokens`, and its `documents` in order.
 
     Each document has `file`, `unit` and `place` (byte or row), `line` (None where it is not counted:
@@ -243,20 +261,14 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
 
     `matches`: the journal's digest of the step is that of these samples. `difference` is the fault; there may
     be no samples then. `note`: that the step's number belongs to another counting than the newest steps'
-    (None if not).
+    (None if not). `by_loss` has, for each of `worst`, the document with its `loss` and `targets`, the
+    sample's `index` and `source`, and `document`, its number in the sample (None without `worst`).
 
     Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
     configured to continue with changed files and they differ.
     """
-    records = seen.lineage.records
-    if not names_steps(step):
-        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
-    wanted = find_steps(records, step)
-    if len(wanted) != 1:
-        raise RefusedError(
-            f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250", code="command.several_steps"
-        )
-    (index,) = wanted
+    records, index = seen.lineage.records, only_step(seen, step)
+    wanted = range(index, index + 1)
     seen.require_steps(wanted)
     walk = Walk(spec, seen, records, index, packer=TracingPacker, windows=TracingWindows)
     difference = next(walk.differences(wanted), None)
@@ -269,7 +281,23 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
         "difference": difference and difference["reason"],
         "note": numbering_note(records, index),
         "samples": found,
+        "by_loss": None if worst is None else list(_by_loss(found, worst)),
     }
+
+
+def _by_loss(samples: Sequence[dict[str, Any]], worst: Sequence[DocumentLoss]) -> Iterator[dict[str, Any]]:
+    of_index = {sample["index"]: sample for sample in samples}
+    for each in worst:
+        sample = of_index.get(each.sample)
+        if sample is not None and each.document < len(sample["documents"]):
+            yield {
+                "loss": each.loss,
+                "targets": each.targets,
+                "index": each.sample,
+                "source": sample["source"],
+                "document": each.document,
+                **sample["documents"][each.document],
+            }
 
 
 def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]:

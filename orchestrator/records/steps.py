@@ -35,6 +35,20 @@ class StateKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentLoss:
+    """The mean loss of a document's targets in one sample of a step.
+
+    `sample` is its index in the run. `document` counts the documents in the sample. `loss` is None if it is
+    not finite.
+    """
+
+    sample: int
+    document: int
+    loss: float | None
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One optimizer step as stored in the journal.
 
@@ -47,7 +61,8 @@ class StepRecord:
     if it had no value in the step; None if the objective has none. `mfu` is the share of the cards' peak
     that the model's products needed (`trainer.model.model_flops`), None if that is not known. `skipped` is
     one of `SKIP_CAUSES` if the step moved the place in the data and no weight (`planning.loss_policy`). Its
-    loss is None if that was not finite.
+    loss is None if that was not finite. `documents` are those with the highest mean loss, the highest first
+    (`monitor.document_losses`). Readers of a whole journal leave them out.
     """
 
     attempt: int
@@ -68,6 +83,7 @@ class StepRecord:
     metrics: Mapping[str, float | None] | None = None
     mfu: float | None = None
     skipped: str | None = None
+    documents: tuple[DocumentLoss, ...] | None = None
 
     @property
     def key(self) -> StateKey:

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +133,8 @@ class Member:
         parts = open_parts(eval_specs(self._job, spec))
         try:
             faults = hook(self._fault_plan)
-            outcome = train(self._task(storage.root), membership, feed, files, faults, parts)
+            sources = {each.number: each.name for each in spec.sources}
+            outcome = train(self._task(storage.root, sources), membership, feed, files, faults, parts)
         except Exception as error:
             with suppress(OrchestratorError):
                 membership.failed(error)
@@ -191,7 +192,7 @@ class Member:
                 return status
             seen = (status.attempt, status.version)
 
-    def _task(self, run_uri: str) -> TrainJob:
+    def _task(self, run_uri: str, sources: Mapping[int, str]) -> TrainJob:
         job = self._job
         return TrainJob(
             model=job.model,
@@ -206,6 +207,8 @@ class Member:
             digest_every_steps=job.monitor.digest_every_steps,
             num_shards=self._start.num_shards,
             run_uri=run_uri,
+            sources=sources,
+            document_losses=job.monitor.document_losses or 0,
         )
 
 

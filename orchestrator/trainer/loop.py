@@ -58,6 +58,7 @@ from orchestrator.trainer.model.build_model import pick_device, set_determinism
 from orchestrator.trainer.model.model_flops import Utilisation
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
 from orchestrator.trainer.objective.objective import step_units
+from orchestrator.trainer.objective.token_losses import TokenLosses
 from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saving.saver import Saver, Unsaved, await_saves
 from orchestrator.trainer.state.sync_state import (
@@ -137,6 +138,8 @@ class _Trainer:
         set_determinism(job.invariant, self._device)
         with paused_gc():  # constructing the model imports its code
             self._state, self._gradient = state_and_gradient(job, self._device)
+            self._token_losses = TokenLosses(job.sources, job.document_losses)
+            self._gradient.token_losses = self._token_losses
             self._utilisation = Utilisation.of(
                 self._state.model, job.seq_len, job.train.precision, self._device
             )
@@ -336,11 +339,15 @@ class _Trainer:
             self._state.prepare(lr)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         contribution = self._contribution(view, batch, terms, norm)
+        documents = None
+        if job.document_losses:
+            ranks = group.gather(self._token_losses.packed(), f"the documents of step {label}")
+            documents = self._token_losses.of_step(ranks)
         self._step_began = time.monotonic()
         # From here on the step may become part of the history even if this rank does not receive the summary.
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr, num_units=units)
         vector = group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
-        summary = StepSummary.unpack(vector, self._gradient.objective.metric_names)
+        summary = StepSummary.unpack(vector, self._gradient.metric_names)
         self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
         skipped = skip_cause(job.train, self._losses, summary, view.world_size, batch, prepared)
@@ -354,6 +361,7 @@ class _Trainer:
             ended=time.time(),
             mfu=mfu,
             skipped=skipped,
+            documents=documents,
         )
         self._losses = self._losses.after(record, window_of(job.train))
         self._keep(view, record, summary.acknowledged)

@@ -17,9 +17,12 @@ from tokenizers import Tokenizer
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.cli.tables import samples_lines
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.inspect.step_documents import TracingPacker
+from orchestrator.inspect.audit.trained_data import trained_data
+from orchestrator.inspect.step_documents import TracingPacker, step_documents
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import DocumentLoss
 from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.inspect.trained_run import TrainedRun, changed
 from tests.launch.skipping_run import SkippingRun
@@ -206,3 +209,32 @@ def test_the_command_and_the_table_say_the_same(run: TrainedRun, capsys: pytest.
     assert f"step {found['step']}: these 5 samples have the digest" in shown
     for row in rows:
         assert f"{row['file']}: {row['unit']} {row['place']:,}" in shown
+
+
+def test_documents_by_loss_are_those_of_the_step_in_the_order_of_the_journal(run: TrainedRun) -> None:
+    seen, opened = survey(run.store), orchestrator.open(run.folder)
+    plain = opened.list_samples("a2:7", text=True)
+    assert plain["by_loss"] is None
+    first, last = plain["samples"][0], plain["samples"][-1]
+    worst = [
+        DocumentLoss(sample=last["index"], document=len(last["documents"]) - 1, loss=None, targets=3),
+        DocumentLoss(sample=first["index"], document=0, loss=2.5, targets=7),
+    ]
+    spec = trained_data(run.store, str(run.folder), seen)
+    found = step_documents(spec, seen, "a2:7", True, worst)
+    assert found["samples"] == plain["samples"]
+    rows = found["by_loss"]
+    assert [(row["loss"], row["targets"], row["index"]) for row in rows] == [
+        (None, 3, last["index"]),
+        (2.5, 7, first["index"]),
+    ]
+    assert [row["text"] for row in rows] == [last["documents"][-1]["text"], first["documents"][0]["text"]]
+    lines = samples_lines(found)
+    assert lines[0].startswith("loss not finite")
+    assert sum(line.startswith("loss ") for line in lines) == 2
+    assert not any(line.startswith("sample ") for line in lines)
+
+
+def test_a_step_whose_documents_losses_were_not_recorded_is_refused(run: TrainedRun) -> None:
+    with raises(RefusedError, "samples.no_losses", "a2:7", "monitor.document_losses"):
+        orchestrator.open(run.folder).list_samples("a2:7", by_loss=True)

@@ -7,6 +7,7 @@ the name.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -74,7 +75,7 @@ class RaySink(Sink):
         if self._metrics is None:
             self._metrics = self._declare()
         for name, value in sample.values.items():
-            self._metrics.set(PREFIX + name, value)
+            self._metrics.set(PREFIX + re.sub(r"\W", "_", name), value)  # of a source any name
 
     def flush(self) -> None:
         """Does nothing: Ray's agent collects by itself."""

@@ -27,11 +27,11 @@ from orchestrator.history.journal.line_format import (
 )
 from orchestrator.json_form import decode
 from orchestrator.planning.state.memory import ParallelChoice
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import DocumentLoss, StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).startswith("float"))
-_OPTIONAL = ("run_id", "format", "documents")  # of a step's line, and in no `StepRecord`
+_OPTIONAL = ("run_id", "format", "documents")  # of a step's line, and not in the records that are read
 
 
 class _ContradictionError(Exception):
@@ -270,3 +270,16 @@ def _choice(number: int, fields: Mapping[str, Any]) -> tuple[int, ParallelChoice
         return number, decode(ParallelChoice, fields["parallel"], "the event `attempt`")
     except OrchestratorError:
         return None  # written by a later version: not known
+
+
+def documents_of(storage: Storage, key: StateKey, run_id: str | None = None) -> tuple[DocumentLoss, ...]:
+    """Returns the documents that the journal has of a step, the one with the highest loss first.
+
+    Empty if it has none. Reads the whole journal. Raises as `read_journal`.
+    """
+    for chunk in JournalLines(storage, run_id).new():
+        for _, line in chunk.lines:
+            at = (line.get("attempt"), line.get("generation"), line.get("step"))
+            if line.get("kind") == STEP and at == (key.attempt, key.generation, key.step):
+                return tuple(decode(DocumentLoss, each) for each in line.get("documents") or ())
+    return ()

@@ -91,7 +91,11 @@ def supervise(
     progress.named("coordinator", partial(told_of, coordinator))
     progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
     eval_data = pinned(parts) if (parts := eval_specs(job, spec)) else None
-    task = replace(_task(context, attempt, coordinator, feeder, disks), eval_data=eval_data)
+    task = replace(
+        _task(context, attempt, coordinator, feeder, disks),
+        eval_data=eval_data,
+        sources={each.number: each.name for each in spec.sources},
+    )
     launch = _launch(context, task, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)

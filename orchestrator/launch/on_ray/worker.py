@@ -136,6 +136,7 @@ class WorkerTask:
     nodes: Any = None  # a `ReachedNodes`: whose disks may have parts of points
     run_id: str = ""  # run.json's
     packages: Mapping[str, str] = field(default_factory=dict)  # versions on the driver
+    sources: Mapping[int, str] = field(default_factory=dict)  # their names by number
     eval_data: bytes | None = None  # `pinned`: the data of each part that is evaluated
 
 
@@ -205,6 +206,8 @@ def _job(task: WorkerTask) -> TrainJob:
         num_shards=task.num_shards,
         until_tokens=task.until_tokens,
         run_uri=task.storage,
+        sources=task.sources,
+        document_losses=task.config.monitor.document_losses or 0,
     )
 
 

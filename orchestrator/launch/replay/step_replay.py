@@ -293,6 +293,7 @@ class StepReplayer:
         from orchestrator.data.feed.local_feed import InProcessFeed
         from orchestrator.trainer.gradient.invariant import InvariantGradient
         from orchestrator.trainer.objective.objective import objective_of
+        from orchestrator.trainer.objective.token_losses import TokenLosses
         from orchestrator.trainer.state.train_state import TrainState
 
         config, history = self._regime.config, self._history
@@ -304,6 +305,8 @@ class StepReplayer:
         self._gradient: InvariantGradient = InvariantGradient(self.state.model, self._objective)
         self._gradient.enter(0, 1)
         spec = prepare_trained(config, history.store.storage, self._regime.sources)
+        sources = {each.number: each.name for each in spec.sources}
+        self._gradient.token_losses = TokenLosses(sources, 0)
         require_frozen(history.seen, spec)
         self.close()
         self._feed = InProcessFeed(spec.made_by(history.seen.encoders), config.data.replay_bytes)
@@ -355,7 +358,7 @@ class StepReplayer:
             save_blocked_s=0.0,
             grad_norm=norm,
         )
-        summary = StepSummary.unpack(contribution.pack(0, 1), self._objective.metric_names)
+        summary = StepSummary.unpack(contribution.pack(0, 1), self._gradient.metric_names)
         wrong = summary.not_finite_text()
         problem = summary.mismatch(1, batch) or (wrong if record.skipped is None else None)
         if problem:
@@ -378,6 +381,8 @@ def difference(recorded: StepRecord, replayed: StepRecord) -> dict[str, Any] | N
     """The first of `COMPARED` that was not reproduced, as `Replayed.first_difference`; None: all were."""
     for field in COMPARED:
         was, is_now = getattr(recorded, field), getattr(replayed, field)
+        if field == "metrics":  # an earlier version recorded fewer
+            is_now = {name: (is_now or {}).get(name) for name in was} if was else was
         if repr(was) != repr(is_now):
             return {"step": recorded.step, "reason": f"{field} was {was!r}, replayed it is {is_now!r}"}
     return None

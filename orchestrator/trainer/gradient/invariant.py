@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from orchestrator.planning import batches
 from orchestrator.trainer.comm.group import collective
 from orchestrator.trainer.interfaces.step_summary import RankTerms, TermSums
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
+from orchestrator.trainer.objective.token_losses import TokenLosses
 
 _PIECE = 1 << 14  # elements whose squares are summed in float32
 
@@ -28,6 +30,13 @@ class Gradient(Protocol):
     """Computes the gradient of a step in `.grad` of every parameter, summed over all ranks."""
 
     objective: Objective
+    token_losses: TokenLosses | None = None  # what the losses per token show, if that is asked for
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Of all metrics that `reduce` sums."""
+        beside = self.token_losses.names if self.token_losses is not None else ()
+        return (*self.objective.metric_names, *beside)
 
     def enter(self, rank: int, world_size: int) -> None:
         """Enters a new generation. Its default process group already exists."""
@@ -70,6 +79,21 @@ def evaluated(
             return [objective.terms(model, micro, place) for micro in micros]
     finally:
         model.train()
+
+
+def begun_sums(gradient: Gradient) -> TermSums:
+    """Returns the sums of a step that begins."""
+    if gradient.token_losses is not None:
+        gradient.token_losses.begin()
+    return TermSums(gradient.metric_names)
+
+
+def with_token_losses(gradient: Gradient, terms: Terms, micro: NumberedMicroBatch) -> Terms:
+    """Adds the metrics of the losses per token to those of a micro-batch."""
+    if gradient.token_losses is None:
+        return terms
+    beside = gradient.token_losses.metrics(terms, micro)
+    return replace(terms, metrics={**terms.metrics, **beside})
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
@@ -184,13 +208,13 @@ class InvariantGradient(Gradient):
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
     ) -> RankTerms:
         forget(self._parameters)  # the gradient of the previous step
-        sums, tree = TermSums(self.objective.metric_names), TreeSum()
+        sums, tree = begun_sums(self), TreeSum()
         if micros:
             self.objective.check(self._model, micros[0], place)
         for micro in micros:
             terms = self.objective.terms(self._model, micro, place)
             torch.autograd.backward(divided(terms, units))
-            sums.add(terms)
+            sums.add(with_token_losses(self, terms, micro))
             tree.add(micro.number, self._take_flat())
         values = {(start, size): value for start, size, value in tree.nodes}
         root = 1 << (num_micro - 1).bit_length()

@@ -26,14 +26,16 @@ from orchestrator.trainer.comm.group import collective, ended_by, raised_by_coll
 from orchestrator.trainer.gradient.invariant import (
     Gradient,
     InvariantGradient,
+    begun_sums,
     divided,
     evaluated,
     forget,
     scale,
     square_sum,
+    with_token_losses,
 )
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.interfaces.step_summary import RankTerms, TermSums
+from orchestrator.trainer.interfaces.step_summary import RankTerms
 from orchestrator.trainer.model.model_call import require_document_attention
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.objective import objective_of
@@ -125,13 +127,14 @@ class FastGradient(Gradient):
     ) -> RankTerms:
         del num_micro
         forget(self._parameters)
-        sums = TermSums(self.objective.metric_names)
+        sums = begun_sums(self)
         if micros:
             self.objective.check(self._model, micros[0], place)
         for micro in micros[:-1]:
-            sums.add(self._backward(micro, place, units, last=False))
+            sums.add(with_token_losses(self, self._backward(micro, place, units, last=False), micro))
         if micros:
-            sums.add(self._backward(micros[-1], place, units, last=True))
+            terms = self._backward(micros[-1], place, units, last=True)
+            sums.add(with_token_losses(self, terms, micros[-1]))
         else:
             empty = self.objective.empty(self._parameters[0].device)
             self._backward(empty, place, 0, last=True)
@@ -269,13 +272,13 @@ class ShardedGradient(Gradient):
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
     ) -> RankTerms:
         """Afterwards `.grad` has only the rows that this rank holds."""
-        state, sums = self._state, TermSums(self.objective.metric_names)
+        state, sums = self._state, begun_sums(self)
         state.forget_gradients()
         empty = self.objective.empty(state.items()[0].tensor.device)
         with self._collectives():
             self.objective.check(state.model, micros[0] if micros else empty, place)
         for micro in micros:
-            sums.add(self._backward(micro, place, units))
+            sums.add(with_token_losses(self, self._backward(micro, place, units), micro))
         for _ in range(batches.micro_batches_per_rank(num_micro, self._world_size) - len(micros)):
             self._backward(empty, place, 0)
         state.take_gradients()

@@ -6,7 +6,8 @@ a load may take longer than a rendezvous waits for unresponsive members (members
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.planning import batches
@@ -36,6 +37,8 @@ class TrainJob:
     `until_tokens`: the launch stops after the step that reaches this many tokens, even if the budgets allow
     more.
     `run_uri`: the run's folder, for callbacks.
+    `sources`: their names by number, for the metric of each. `document_losses`: how many documents of a step
+    are recorded.
     """
 
     model: ModelConfig
@@ -53,6 +56,8 @@ class TrainJob:
     forming_limit_s: float = 10.0
     collective_limit_s: float = 60.0
     run_uri: str = ""
+    sources: Mapping[int, str] = field(default_factory=dict)
+    document_losses: int = 0
 
     @property
     def invariant(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orchestrator.objectives import Terms
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import BatchSlice, StateKey, StepRecord
+from orchestrator.records.steps import BatchSlice, DocumentLoss, StateKey, StepRecord
 
 FRACTION_BITS = 24  # of the loss and of metrics in fixed point
 _LIMIT = 1 << 61  # of a micro-batch; a larger value is treated as not finite
@@ -267,6 +267,7 @@ class StepSummary:
         ended: float,
         mfu: float | None = None,
         skipped: str | None = None,
+        documents: tuple[DocumentLoss, ...] | None = None,
     ) -> StepRecord:
         """Builds the step's record. `key` and `cursor` are those after the step, whose loss is divided by
         `units`.
@@ -293,6 +294,7 @@ class StepSummary:
             metrics=self.metrics or None,
             mfu=mfu,
             skipped=skipped,
+            documents=documents,
         )
 
 
