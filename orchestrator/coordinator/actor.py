@@ -298,11 +298,16 @@ class Coordinator:
                 weights_digest=weights_digest,
             )
 
-    async def evaluated(self, launch: str, record: EvalRecord, is_last: bool) -> None:
-        """Takes the evaluation of one part; `is_last`: of the last one. Ignores those of older attempts."""
+    async def evaluated(self, launch: str, record: EvalRecord, is_last: bool) -> StillWaiting | bool:
+        """Takes the evaluation of one part; `is_last`: of the last one.
+
+        Returns True once it is durable, False for one of an older attempt, which is not taken, and
+        `StillWaiting` while storage fails; the rank then asks again.
+        """
         self._check(launch)
-        if record.attempt == self._attempt.number:
-            self._driver.take_evaluation(record, is_last)
+        if record.attempt != self._attempt.number:
+            return False
+        return True if await self._driver.take_evaluation(record, is_last) else StillWaiting()
 
     async def callback_failed(self, launch: str, text: str, stops: bool) -> None:
         """Takes an error of a callback. `stops`: the run is to save and stop because of it."""

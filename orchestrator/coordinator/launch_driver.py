@@ -126,6 +126,8 @@ class LaunchDriver(CommitListener):
         self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
         self._loaded, self._formed_at = "", 0.0  # the newest point that members have loaded
+        self._taken: tuple[StateKey, str] | None = None  # the newest evaluation
+        self._continues = dict[StateKey, StateKey]()  # the state of a generation's begin, and its parent
         self._evaluated = attempt.evaluated  # the newest step all of whose parts are evaluated
         self._evaluated_at = dict[int, int]()  # and what it was when the newest generation formed
         self._wake = asyncio.Event()
@@ -160,8 +162,17 @@ class LaunchDriver(CommitListener):
                 self.news.say(sentences.step_skipped(record))
             self.machine.recorded(record, time.monotonic())
 
-    def take_evaluation(self, record: EvalRecord, is_last: bool) -> None:
-        """Takes the evaluation of one part; `is_last`: all parts of its step are evaluated."""
+    async def take_evaluation(self, record: EvalRecord, is_last: bool) -> bool:
+        """Takes the evaluation of one part, once; `is_last`: all parts of its step are evaluated.
+
+        Returns whether it is durable.
+        """
+        if self._taken != (record.key, record.part):
+            self._taken = record.key, record.part
+            self._note_evaluation(record, is_last)
+        return await self.flush()
+
+    def _note_evaluation(self, record: EvalRecord, is_last: bool) -> None:
         self.journal.event(
             EventKind.EVALUATED,
             generation=record.generation,
@@ -176,7 +187,11 @@ class LaunchDriver(CommitListener):
             seconds=record.seconds,
         )
         if f"eval.{record.part}.loss" == self._attempt.best_by:
-            self.commits.notify_soon(Evaluated(key=record.key, loss=record.loss))
+            key = record.key
+            while (before := self._continues.get(key)) is not None:  # a point has the first of its names
+                self.commits.notify_soon(Evaluated(key=key, loss=record.loss))
+                key = before
+            self.commits.notify_soon(Evaluated(key=key, loss=record.loss))
         if is_last:
             self._evaluated = record.step
 
@@ -275,6 +290,9 @@ class LaunchDriver(CommitListener):
         self.journal.generation(start)
         if self._losses is not None:
             self._losses.begun(start)
+        if start.parent is not None:
+            own = StateKey(attempt=start.attempt, generation=start.generation, step=start.step)
+            self._continues[own] = start.parent
         while not await self.flush():
             await self.carry_out(self.machine.tick(time.monotonic()))
             if self.machine.ended is not None:

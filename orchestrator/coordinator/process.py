@@ -142,7 +142,7 @@ class CoordinatorProcess:
     watch = _of_members(Coordinator.watch, lambda _: OVER)
     report = _of_members(Coordinator.report, _none)
     digest = _of_members(Coordinator.digest, _none)
-    evaluated = _of_members(Coordinator.evaluated, _none)
+    evaluated = _of_members(Coordinator.evaluated, lambda _: False)
     callback_failed = _of_members(Coordinator.callback_failed, _none)
     ended = _of_members(Coordinator.ended, _none)
     phase = _of_members(Coordinator.phase, _none)

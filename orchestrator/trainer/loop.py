@@ -475,6 +475,10 @@ class _Trainer:
                     self._membership.evaluated(view, record, is_last=part is self._parts[-1])
         except _StopRequested:
             return False
+        if view.rank == 0 and not self._membership.send_reports():
+            raise GenerationEnded("the coordinator was restarted during an evaluation")
+        # No rank leaves the state before its evaluation is durable: else the loss of rank 0 could lose it.
+        group.sum(torch.zeros(1, dtype=torch.int64), f"the end of the evaluation of step {key.step}")
         self._evaluated = key.step
         self._step_began = time.monotonic()
         self._membership.phase(STEP)
@@ -523,9 +527,6 @@ class _Trainer:
         key = self._save_last(group)
         if reason == DONE and self._job.eval.at_end and self._parts and self._evaluated != key.step:
             self._evaluate(group)  # a stop ends it, and the run is done all the same
-            if group.view.rank == 0:
-                self._membership.send_reports()
-            group.sum(torch.zeros(1, dtype=torch.int64), "the last evaluation")  # no rank ends the run before
         self._membership.phase(SAVE_WAIT)  # for callbacks; the others have what they need
         self._callbacks.durable(self._records)  # a point is committed only behind all of its records
         self._callbacks.committed(self._saver.committed)

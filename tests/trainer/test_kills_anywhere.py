@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.coordinator.attempt.survey import evaluations, survey
 from orchestrator.faults import FaultPlan
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.steps import StepRecord
@@ -44,6 +44,7 @@ HALVES = ("state_half_sent", "state_half_received")  # who passes these depends 
 PHASES = {  # places, and from which step on
     "step": (("step_begin", "gradient_done", "summary_received", "applied"), 5),
     "save": (("staging_begun", "staged", "save_part_written"), 2 * SAVED),
+    "evaluation": (("evaluating",), 2 * SAVED),
     "neighbour copy": (("memory_staged", "neighbour_half_sent", "sealed"), 4),
     "joining": (("connecting", "resharding", *HALVES, "state_agreed", "joined"), 0),
     "losing": (("connecting", "resharding", *HALVES, "state_agreed", "joined"), 0),
@@ -91,6 +92,8 @@ class Case:
         changes: dict[str, Any] = {} if self.objective is None else {"train__objective": self.objective}
         if self.optimizer != "adamw":
             changes |= averaged(self.optimizer)
+        if self.phase == "evaluation":
+            changes = {**changes, "eval__every_steps": SAVED, "eval__at_end": True}
         return job_of(parallel, train__numerics=numerics, resume__every_steps=every, **changes)
 
     @property
@@ -140,6 +143,8 @@ OPTIMIZERS = [
     if case.phase in ("step", "losing") and case.who in (ONE, ALL) and case.layout != DDP
 ]
 IN_EVERY_TEST = {
+    Case(layout="replicate", phase="evaluation", place="evaluating", who=COORDINATOR),
+    Case(layout="fsdp2", phase="evaluation", place="evaluating", who=ALL),
     Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
     Case(layout="fsdp2", phase="losing", place="state_half_received", who=ONE),
     Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
@@ -337,6 +342,11 @@ def test_a_kill_anywhere_ends_in_the_run_that_nobody_disturbed(
     assert_as_undisturbed(case, launch, calm, alone, exact)
     assert_no_more_is_lost_than_promised(kill)
     assert read_back(launch.storage, case.job.model, case.job.train) >= 1
+    if case.phase == "evaluation":
+        found = evaluations(survey(RunStore(launch.storage)))
+        due = sorted({*range(SAVED, END + 1, SAVED), END})
+        expected = [(step, part) for step in due for part in ("held", "few")]
+        assert [(each.step, each.part) for each in found] == expected
 
 
 def test_every_cell_of_the_table_has_a_case() -> None:

@@ -385,8 +385,10 @@ def losses_of_points(seen: Survey, best_by: str) -> dict[str, float | None]:
     """Returns, for each point on the history, the loss of `best_by` (`resume.keep_best_by`)."""
     if best_by != BY_LOSS:
         part = best_by.removeprefix("eval.").removesuffix(".loss")
-        found = {each.key.point_name: each.loss for each in evaluations(seen) if each.part == part}
-        return {name: found.get(name) for name in seen.points}
+        first = seen.lineage.first_name
+        of_part = {first(each.key): each.loss for each in evaluations(seen) if each.part == part}
+        keys = {name: parse_point_name(name) for name in seen.points}
+        return {name: of_part.get(first(key)) if key is not None else None for name, key in keys.items()}
     found = {
         event.fields["point"]: event.fields.get("mean_loss")
         for event in seen.journal.events
@@ -408,18 +410,19 @@ def saved_history(seen: Survey) -> SavedHistory:
 
 def evaluations(seen: Survey) -> list[EvalRecord]:
     """Returns the evaluations of the history, in order: the newest of each state and part."""
-    states = {record.key for record in seen.lineage.records}
     found: dict[tuple[StateKey, str], EvalRecord] = {}
     for event in seen.journal.events:
         if event.kind == EventKind.EVALUATED:
             record = EvalRecord(attempt=event.attempt, **event.fields)
-            if record.key in states:
-                found.pop((record.key, record.part), None)
-                found[record.key, record.part] = record
-    return sorted(found.values(), key=lambda record: record.key)
+            if seen.lineage.has_state(record.key):
+                at = seen.lineage.first_name(record.key), record.part
+                found.pop(at, None)
+                found[at] = record
+    return [found[at] for at in sorted(found, key=lambda at: at[0])]
 
 
 def is_evaluated(seen: Survey, key: StateKey, config: EvalConfig) -> bool:
     """Whether the history has an evaluation of the state `key` for each part of `config`."""
-    found = {record.part for record in evaluations(seen) if record.key == key}
+    name = seen.lineage.first_name
+    found = {record.part for record in evaluations(seen) if name(record.key) == name(key)}
     return found >= set(config.part_names)

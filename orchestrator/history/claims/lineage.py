@@ -67,10 +67,31 @@ class Lineage:
         """Whether a committed point with this key belongs to the history."""
         return not self.why_orphan(key)
 
+    def has_state(self, key: StateKey) -> bool:
+        """Whether the state `key` belongs to the history, under any of its names."""
+        segment = self._segment(key)
+        return segment is not None and (
+            segment.start.step <= key.step and (segment.open or key.step < segment.stop_step)
+        )
+
+    def first_name(self, key: StateKey) -> StateKey:
+        """The key under which the state `key` of the history was trained.
+
+        A generation gives the state that it continues a key of its own.
+        """
+        while (segment := self._segment(key)) is not None and key.step == segment.start.step:
+            if segment.start.parent is None:
+                break
+            key = segment.start.parent
+        return key
+
+    def _segment(self, key: StateKey) -> Segment | None:
+        return next((s for s in self.segments if s.start.id == (key.attempt, key.generation)), None)
+
     def why_orphan(self, key: StateKey) -> str:
         """Why a committed point with this key does not belong to the history; empty if it does."""
         name = f"generation {key.generation} of attempt {key.attempt}"
-        segment = next((s for s in self.segments if s.start.id == (key.attempt, key.generation)), None)
+        segment = self._segment(key)
         if segment is None:
             return f"the history does not pass through {name}"
         if key.step < segment.start.step:

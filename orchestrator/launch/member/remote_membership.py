@@ -172,6 +172,7 @@ class RemoteMembership:
         self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._digests: queue.SimpleQueue[tuple[StateKey, str]] = queue.SimpleQueue()
+        self._evals_taken = True
         self._evals: deque[tuple[EvalRecord, bool]] = deque()  # until the coordinator has them
         self._callback_errors: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -294,7 +295,7 @@ class RemoteMembership:
         """Reports to the coordinator that this member's part of the run is over, after all pending
         reports.
         """
-        self.send_reports()
+        self._send_reports()
         self._ask("finished", self._launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> bool:
@@ -303,7 +304,7 @@ class RemoteMembership:
         The reason then reaches the user whatever Ray does with the exception. Returns when this process may
         end: True if another one takes its place, False if the run is over.
         """
-        self.send_reports()
+        self._send_reports()
         place = MemberInfo(
             member=self.member,
             actor_id=self._place.actor_id,
@@ -468,7 +469,7 @@ class RemoteMembership:
             if now - looked_at > _OWN_EVERY_S:
                 looked_at, self._own = now, self._look()
             try:
-                self.send_reports()
+                self._send_reports()
                 if limit_s is not None:
                     self._ask("phase", self._launch, self.member, limit_s)
                     reports = PhaseReports(told=phase, told_at=now)
@@ -508,8 +509,16 @@ class RemoteMembership:
         if self._ask("is_given_up", self._launch, asked.key, asked.rank, asked.world_size, moved):
             self._given_up = asked.key
 
-    def send_reports(self) -> None:
-        """Sends one batch at a time. When this returns, everything pending before the call is sent."""
+    def send_reports(self) -> bool:
+        """Sends one batch at a time. When this returns, everything pending before the call is sent.
+
+        Returns whether all evaluations since the last call of the loop were taken.
+        """
+        self._send_reports()
+        taken, self._evals_taken = self._evals_taken, True
+        return taken
+
+    def _send_reports(self) -> None:
         view, batch = None, list[StepRecord]()
         with self._sending:
             with suppress(queue.Empty):
@@ -522,7 +531,7 @@ class RemoteMembership:
                 while True:
                     self._ask("digest", self._launch, *self._digests.get_nowait())
             while self._evals:
-                self._ask("evaluated", self._launch, *self._evals[0])
+                self._evals_taken &= bool(self._ask("evaluated", self._launch, *self._evals[0]))
                 self._evals.popleft()
             with suppress(queue.Empty):
                 while True:

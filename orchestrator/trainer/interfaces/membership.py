@@ -106,8 +106,12 @@ class Membership(Protocol):
         If the report is lost with this member, a later generation evaluates again.
         """
 
-    def send_reports(self) -> None:
-        """Waits until the coordinator has everything that this member has reported."""
+    def send_reports(self) -> bool:
+        """Waits until the coordinator has everything that this member has reported.
+
+        Returns whether all evaluations are durable. A restarted coordinator does not take those of a
+        generation before it. Raises what the loop's own calls raise if the coordinator stays away.
+        """
 
     def callback_failed(self, text: str, stops: bool) -> None:
         """Reports an error of a callback; `stops`: it is to save and stop the run. Never blocks.
