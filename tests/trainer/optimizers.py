@@ -95,6 +95,40 @@ class Growing(Momentum):
             state[f"gradient{state['num']}"] = torch.zeros(2)
 
 
+class HidingTensor(Momentum):
+    """Writes to a tensor of its group."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["steps"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["steps"] += 1
+
+
+class Late(Momentum):
+    """Keeps something else from the fourth step on."""
+
+    def __init__(self, params: Any, lr: float, what: str) -> None:
+        super().__init__(params, lr)
+        self.what = what
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for weight, state in self.state.items():
+            if state["num"] > 3:
+                if self.what == "tensor":
+                    state["late"] = torch.zeros(2)
+                elif self.what == "flag":
+                    state["signed"] = True
+                elif self.what == "type":
+                    state["mean"] = state["mean"].double()
+                else:
+                    self.param_groups[0]["decay"] = 0.5
+                assert weight.grad is not None
+
+
 class Listing(Momentum):
     """Keeps a list."""
 

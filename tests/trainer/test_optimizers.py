@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.errors import ConfigError, ResumePointError
+from orchestrator.errors import ConfigError, ResumePointError, TrainingError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
@@ -455,6 +455,7 @@ def test_a_plug_in_steps_shards_to_the_bits_of_one_process(name: str) -> None:
         ("GlobalNorm", {}, "optimizer.couples_parameters", ["GlobalNorm"]),
         ("NormedByRows", {}, "optimizer.not_elementwise", ["elementwise"]),
         ("Hiding", {}, "optimizer.state", ["num_steps"]),
+        ("HidingTensor", {}, "optimizer.state", ["group.steps"]),
         ("Growing", {}, "optimizer.state", ["gradient2"]),
         ("Listing", {}, "optimizer.state", ["all", "list"]),
         ("Normed", {"train__weight_decay": 0.3}, "optimizer.no_weight_decay", ["0.3"]),
@@ -466,3 +467,34 @@ def test_a_plug_in_that_cannot_be_saved_or_divided_is_refused(
     job = plugged(name, **changes)
     with raises(ConfigError, code, *values):
         TrainState(job.model, job.train, CPU, invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("tensor", "late"), ("flag", "signed"), ("type", "mean"), ("group", "group.decay")]
+)
+def test_a_plug_in_that_later_keeps_something_else_ends_the_run(what: str, name: str) -> None:
+    state = stepped(plugged("Late", train__optimizer_args={"what": what}))
+    with raises(TrainingError, "optimizer.state", "Late", name):
+        stepped(plugged("Late", train__optimizer_args={"what": what}), 1, state)
+
+
+@pytest.mark.parametrize(
+    "name", ["RAdam", "NAdam", "Adamax", "Adagrad", "Rprop", "RMSprop", "ASGD", "Adadelta", "Adam"]
+)
+def test_optimizers_of_torch_can_be_named_and_continue_to_the_bit(tmp_path: Path, name: str) -> None:
+    job = tiny_job(train__optimizer=f"torch.optim:{name}")
+    found = stepped(job, 2)
+    commit_state(RunStore(Storage(str(tmp_path))), KEY, layout_of(1, 1), [found.items()], optimizer_steps=2)
+    state = stepped(job, 1)
+    load(state.items(), KEY.point_name, CommittedFiles(Storage(str(tmp_path))))
+    state.filled()
+    stepped(job, 2, state)
+    model = TrainState(tiny_job().model, tiny_job().train, CPU, invariant=True).model
+    make: Any = getattr(torch.optim, name)
+    for own, parameter in model.named_parameters():
+        decay = {} if name == "Rprop" else {"weight_decay": 0.1 if parameter.ndim >= 2 else 0.0}
+        optimizer = make([parameter], lr=LR, **decay)
+        for step in range(4):
+            parameter.grad = gradient(own, tuple(parameter.shape), step)
+            optimizer.step()
+        assert torch.equal(dict(state.model.named_parameters())[own], parameter), own

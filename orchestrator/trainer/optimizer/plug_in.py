@@ -7,6 +7,7 @@ part of the state as well.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from orchestrator.trainer.model.factory_output import is_of_this_machine
 from orchestrator.trainer.optimizer.kinds import ParamGroups, StateForm
 from orchestrator.user_function import find_function
 
-_OF_GROUP = "group."  # begins the names of numbers in `param_groups`
+_OF_GROUP, _OF_SELF = "group.", "self."  # begin the names of values in `param_groups`, and of attributes
 _LR = 1e-3
 _SMALL = 4  # the length of dimensions with which values are compared
 _STATE, _FAILS = "optimizer.state", "optimizer.fails"
@@ -45,6 +46,7 @@ class PlugIn:
         self.has_weight_decay = _takes(self._function, "weight_decay") and "weight_decay" not in arguments
         self._forms: dict[tuple[tuple[int, ...], torch.dtype], tuple[StateForm, ...]] = {}
         self._constants: dict[tuple[str, ...], dict[str, Any]] = {}  # by the names of forms
+        self._built: dict[str, Any] = {}  # the settings of the newest optimizer when it was built
 
     def forms(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateForm, ...]:
         """Returns what the optimizer keeps of a parameter, as two trial steps of this shape show it.
@@ -69,12 +71,13 @@ class PlugIn:
         """Returns the user's optimizer. Raises what the user's code raises."""
         if not self.has_weight_decay:
             groups = [{key: value for key, value in g.items() if key != "weight_decay"} for g in groups]
-        made = self._function(groups, lr=groups[0]["lr"], **self._arguments)
+        made: Any = self._function(groups, lr=groups[0]["lr"], **self._arguments)
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(
                 f"train.optimizer={self.name} returned {type(made).__name__}; return a torch.optim.Optimizer",
                 code="optimizer.not_callable",
             )
+        self._built = _settings(made)
         return made
 
     def bind(
@@ -98,26 +101,29 @@ class PlugIn:
     def read(
         self, optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
     ) -> None:
-        """Raises `TrainingError` if the optimizer keeps other tensors than in its trial steps."""
-        kept = _kept(optimizer, parameter)
+        """Raises `TrainingError` if the optimizer keeps anything else than in its trial steps."""
+        settings, kept = _settings(optimizer), dict(optimizer.state[parameter])
         for form in self._forms_of(state):
-            value, target = kept.get(form.name), state[form.name]
-            if form.number is not None:
-                is_same = isinstance(value, int | float)
-            else:
-                is_same = isinstance(value, Tensor) and value.shape == target.shape
-            if not is_same:
-                raise TrainingError(
-                    f"train.optimizer={self.name} keeps {form.name}={value!r:.60} of a parameter of shape "
-                    f"{tuple(parameter.shape)}, and in its trial steps a tensor of shape "
-                    f"{tuple(target.shape)}; keep tensors of one shape in every step",
-                    code=_STATE,
-                )
-            assert value is not None
-            if form.number is not None:
+            value = kept.pop(form.name, settings.pop(form.name, None))
+            target = state[form.name]
+            if form.number is not None and isinstance(value, int | float):
                 target.fill_(value)
-            elif value is not target:
-                target.copy_(value)
+            elif isinstance(value, Tensor) and (value.shape, value.dtype) == (target.shape, target.dtype):
+                if value is not target:
+                    target.copy_(value)
+            else:
+                raise self._changed(form.name, value, f"a {target.dtype} of shape {tuple(target.shape)}")
+        beside = {**self._built, **self._constants[tuple(state)]}
+        for name, value in {**settings, **kept}.items():
+            if name not in beside or value != beside[name]:
+                raise self._changed(name, value, f"{beside.get(name, 'nothing')!r:.60}")
+
+    def _changed(self, name: str, value: Any, before: str) -> TrainingError:
+        return TrainingError(
+            f"train.optimizer={self.name} keeps {name}={value!r:.60}, and before {before}; keep tensors and "
+            "numbers of one type and shape in `state`, in every step, so that resume points can hold them",
+            code=_STATE,
+        )
 
     # ------------------------------------------------------------------------------------------------ inside
     def _forms_of(self, state: Mapping[str, Tensor]) -> Sequence[StateForm]:
@@ -146,27 +152,25 @@ class PlugIn:
     ) -> tuple[StateForm, ...]:
         parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
         optimizer = self.build([{"params": [parameter], "lr": _LR, "weight_decay": 0.0}])
-        numbers, own = _numbers(optimizer.param_groups[0]), _numbers(vars(optimizer))
-        states = []
+        before, states = _settings(optimizer), list[dict[str, Any]]()
         for _ in range(2):
             parameter.grad = torch.full_like(parameter, 0.01)
             optimizer.step()
-            states.append(_kept(optimizer, parameter))
-        later = _numbers(vars(optimizer))
-        if changed := sorted(name for name, value in later.items() if own.get(name) != value):
-            raise self._unsaved(f"its attribute {changed[0]}, which a resume point does not hold")
-        first, second = (
-            {name: _form(name, value, device) for name, value in each.items()} for each in states
-        )
+            states.append({**optimizer.state[parameter], **_settings(optimizer)})
+        first, second = states
         forms, constants = [], {}
-        for name, form in second.items():
-            setting = numbers.get(name.removeprefix(_OF_GROUP)) if name.startswith(_OF_GROUP) else None
-            if setting is not None and all(each.get(name) == setting for each in states):
-                continue  # no state
-            if name in (f"{_OF_GROUP}lr", f"{_OF_GROUP}weight_decay"):
-                raise self._unsaved(f"a changing `{name.removeprefix(_OF_GROUP)}` of its own")
-            if form != first.get(name):
-                raise self._unsaved(f"{name} as {form} after a step and {first.get(name)} before it")
+        for name, value in second.items():
+            is_setting = name.startswith((_OF_GROUP, _OF_SELF))
+            if is_setting and value == first.get(name) == before.get(name):
+                continue
+            form = _form(name, value, device)
+            is_number = isinstance(form, StateForm) and form.number is not None
+            own = name.removeprefix(_OF_GROUP) in ("lr", "weight_decay")
+            if is_setting and (own or name.startswith(_OF_SELF) or not is_number):
+                raise self._unsaved(f"{name}, which changes in a step and which a resume point does not hold")
+            if name not in first or form != _form(name, first[name], device):
+                was = f"{first.get(name)!r:.60}"
+                raise self._unsaved(f"{name}={value!r:.60} after a step and {was} before it")
             if isinstance(form, StateForm):
                 forms.append(form)
             elif isinstance(form, bool | str | None):
@@ -244,18 +248,22 @@ def _takes(function: Any, name: str) -> bool:
     return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_")
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns what an optimizer of one parameter has besides `state`.
+
+    These are the values of its group, and its attributes that are numbers or tensors. A tensor counts as
+    another one after each write to it.
+    """
+    group = {_OF_GROUP + name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    own = {
+        _OF_SELF + name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     }
-
-
-def _kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns what an optimizer of one parameter keeps, numbers of its group with `_OF_GROUP` before them."""
-    of_group = _numbers(optimizer.param_groups[0])
-    return {**optimizer.state[parameter], **{_OF_GROUP + name: value for name, value in of_group.items()}}
+    return {
+        name: (id(value), value._version) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in {**group, **own}.items()
+    }
 
 
 def _form(name: str, value: Any, device: torch.device) -> Any:
