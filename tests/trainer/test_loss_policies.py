@@ -131,6 +131,21 @@ def test_shards_that_step_whole_parameters_skip_the_same_step(tmp_path: Path, op
         assert losses == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_skipped_step_of_shards_leaves_optimizer_and_averages_as_they_are(
+    tmp_path: Path, optimizer: str
+) -> None:
+    """A spike is finite, so the step of an optimizer that works on whole matrices is computed before."""
+    changes = {"train__parallel": "shard", "train__numerics": "fast", "train__optimizer": optimizer}
+    changes |= {"train__ema": 0.9}
+    digests = []
+    for last in (BAD - 1, BAD, BAD + 1):
+        given = settings("spike", train__max_steps=last, **changes)
+        launch = run_to_end(tmp_path / str(last), 2, sharded=True, **given)
+        digests.append(launch.last_point().state_digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
 def ended(folder: Path, code: str, *values: str, **settings: Any) -> Launch:
     """A launch that a policy ends; the state before the step is its last point."""
     with members(folder, "ab", **settings) as group:
