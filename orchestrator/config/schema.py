@@ -197,8 +197,7 @@ class MonitorConfig(Section):
     digest_every_steps: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """Journal the digest of the weights every so many steps, for `replay`; null: only points have it."""
     document_losses: Annotated[int | None, free("a whole number from 1 to 100, or null", ge=1, le=100)] = None
-    """Journal so many documents of each step with the highest mean loss, for `samples --by-loss`; null: none.
-    """
+    """Journal so many documents of each step with the highest mean loss (`samples --by-loss`); null: none."""
     dashboard: Annotated[bool, free("true or false")] = False
     """Serve the run's page beside it, on the driver's machine, and print its link."""
     tensorboard: Annotated[bool, free("true or false")] = True
