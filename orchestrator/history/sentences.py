@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from orchestrator import errors
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
-from orchestrator.records.run_status import CODE, PEERS, GroupChange, GroupMember, Loss, Stall
+from orchestrator.records.run_status import CODE, EVALUATES, PEERS, GroupChange, GroupMember, Loss, Stall
 from orchestrator.records.steps import NONFINITE, StepRecord
 
 DOT = " · "
@@ -291,9 +291,12 @@ def stall(seen: Stall) -> list[str]:
         why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
         who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
         lines.append(f"{who}: {why}{DOT}{others}")
-    lines = lines or _in_code(seen)
+    evaluates = [each.worker for each in seen.held if each.doing and each.doing.kind == EVALUATES]
+    lines = lines or ([] if evaluates else _in_code(seen))
     if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
         waits = "no worker's process is stopped: they wait for data or storage, or for each other"
+        if evaluates:
+            waits = "the workers evaluate"
         if seen.stopping:
             waits += (
                 ". The run stops when its last state is saved or the save fails; a second Ctrl-C or SIGTERM "

@@ -71,9 +71,9 @@ class GroupChange:
 class Doing:
     """What a worker's loop does that has finished no step for long.
 
-    It waits for its peers in a collective (`PEERS`), for data (`DATA`), or runs `CODE`. `place`: the
-    innermost line of code, the user's if there is one. `since_s`: how long ago it finished a step or changed
-    its phase. `unreached`: the ranks whose ports it failed to reach, while all waited for each other.
+    It waits for its peers in a collective (`PEERS`), for data (`DATA`), runs `CODE`, or evaluates. `place`:
+    the innermost line of code, the user's if there is one. `since_s`: how long ago it finished a step or
+    changed its phase. `unreached`: the ranks whose ports it failed to reach, while all waited for each other.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Doing:
     unreached: tuple[int, ...] = ()
 
 
-PEERS, DATA, CODE = "peers", "data", "code"
+PEERS, DATA, CODE, EVALUATES = "peers", "data", "code", "evaluates"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from orchestrator.history import sentences
 from orchestrator.records.run_status import (
     CODE,
     DATA,
+    EVALUATES,
     PEERS,
     Doing,
     GroupChange,
@@ -134,6 +135,14 @@ def test_of_three_workers_that_wait_for_each_other_the_pair_that_is_cut_off_is_n
 def test_nobody_is_blamed_while_all_compute_or_wait_for_data(kinds: tuple[str, str]) -> None:
     held = tuple(at(rank, kind) for rank, kind in enumerate(kinds))
     assert sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=held)) == []
+
+
+def test_a_long_evaluation_is_named() -> None:
+    held = (at(0, EVALUATES), at(1, PEERS))
+    assert sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=held)) == []
+    assert sentences.stall(Stall(quiet_s=31.0, median_s=1.0, held=held)) == [
+        "no step was finished for 31 s (median 1.0 s) · the workers evaluate"
+    ]
 
 
 def test_a_stopped_process_is_named_before_anything_that_workers_say() -> None:

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.launch.member.coordinator_calls import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
-from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
+from orchestrator.records.run_status import CODE, DATA, EVALUATES, PEERS, Doing
 from orchestrator.trainer import loop
 from orchestrator.trainer.comm import interruptible
 from orchestrator.trainer.interfaces.job import (
     ENDING,
+    EVAL,
     FEED_WAIT,
     FORMING,
     LOAD,
@@ -23,7 +24,7 @@ from orchestrator.trainer.interfaces.job import (
 )
 
 STEP_LIMIT_S = 77.0
-PHASES = (STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT, ENDING)
+PHASES = (STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT, EVAL, ENDING)
 Looks = list[tuple[str, float]]  # the phase that begins, and when the member looks after that
 
 
@@ -118,6 +119,7 @@ COLLECTIVE = ("/usr/lib/python3/site-packages/torch/distributed/distributed_c10d
         (STEP, [LOOP, COLLECTIVE, (interruptible.__file__, "wait")], PEERS, ""),
         (STEP, [LOOP, LIBRARY, USER, COLLECTIVE], PEERS, ""),
         (FEED_WAIT, [LOOP], DATA, ""),
+        (EVAL, [LOOP, LIBRARY, USER], EVALUATES, ""),
         (STEP, [], CODE, ""),
     ],
 )

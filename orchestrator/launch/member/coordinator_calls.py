@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import orchestrator
 from orchestrator.records.membership import GenerationView
-from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
-from orchestrator.trainer.interfaces.job import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
+from orchestrator.records.run_status import CODE, DATA, EVALUATES, PEERS, Doing
+from orchestrator.trainer.interfaces.job import ENDING, EVAL, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 _PROBE_S = 3.0  # the timeout of a port
 
@@ -152,8 +152,8 @@ class PhaseReports:
 def doing(phase: str, stack: Sequence[FrameSummary], since_s: float) -> Doing:
     """The activity of a loop whose thread has this stack, the innermost frame last."""
     files = [frame.filename for frame in stack]
-    if phase == FEED_WAIT:
-        return Doing(kind=DATA, place="", since_s=since_s)
+    if phase in (FEED_WAIT, EVAL):
+        return Doing(kind=DATA if phase == FEED_WAIT else EVALUATES, place="", since_s=since_s)
     if any(name in file for file in files for name in _COLLECTIVES):
         return Doing(kind=PEERS, place="", since_s=since_s)
     own = [frame for frame in stack if not _is_installed(frame.filename)]

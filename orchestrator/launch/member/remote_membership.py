@@ -56,7 +56,7 @@ from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.run_status import CODE, PEERS, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.interfaces.job import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
+from orchestrator.trainer.interfaces.job import BETWEEN, ENDING, EVAL, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 from orchestrator.trainer.interfaces.membership import connect_store, open_store
 
 # Members stop after this long without contact to a coordinator of our launch (membership rule 11).
@@ -239,7 +239,8 @@ class RemoteMembership:
 
     def phase(self, name: str) -> None:
         """The reporting thread reports it if the phase lasts."""
-        self._phase = (STEP if name == BETWEEN else name, time.monotonic())
+        if name != EVAL or self._phase[0] != EVAL:  # the batches of an evaluation are one phase
+            self._phase = (STEP if name == BETWEEN else name, time.monotonic())
         if name == BETWEEN:
             self._stepped_at = self._phase[1]
 
