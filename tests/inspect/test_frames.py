@@ -34,7 +34,7 @@ def test_every_table_has_the_columns_that_it_declares(run: Run) -> None:
     for name, table in frames.TABLES.items():
         frame = table_of(run, name)
         assert list(frame.columns) == list(table), name
-        assert len(frame) > 0, name
+        assert len(frame) > 0 or name == "evals", name  # the run evaluates nothing
         for column, (unit, _) in table.items():
             if unit == "UTC":
                 assert str(frame[column].dtype).endswith("UTC]"), f"{name}.{column}"

@@ -208,7 +208,8 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(job: Job, server:
     assert second[0].returncode == 2
     assert f"job {submission} works on it (running), so nothing was submitted" in second[0].stderr
     assert measured[0].keys() <= {metric.prometheus for metric in METRICS.values()}
-    assert measured[0].keys() >= {f"ray_orchestrator_{name}" for name in PER_STEP}
+    known = set(PER_STEP) - {"mfu"}  # a CPU's peak is not known
+    assert measured[0].keys() >= {f"ray_orchestrator_{name}" for name in known}
     assert measured[0]["ray_orchestrator_world_size"] == 1
     assert "SIGTERM: saving and stopping" in logs
     (newest,) = job.run.list_points()
