@@ -210,9 +210,9 @@ def _evaluated(facts: RunFacts) -> dict[GenerationId, list[tuple[float, float]]]
 def _parted(
     evaluated: Iterable[tuple[float, float]], end: float
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Returns those that began before `end`, and the others."""
+    """Returns those that ended before `end`, the line of the last step, and the others."""
     of_both = list(evaluated)
-    after = [each for each in of_both if each[0] - each[1] >= end]
+    after = [each for each in of_both if each[0] > end]
     return [each for each in of_both if each not in after], after
 
 
