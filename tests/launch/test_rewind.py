@@ -248,7 +248,7 @@ def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
     out, _ = run(0, "--step", "25", "--yes")
     said = f"rewound: {runner.folder} ends at {second.point_name} now (step 20); 10 steps set aside"
     assert out.splitlines()[-1] == said
-    assert "rewound" not in run(0, "--step", "20", "--yes")[0], "it stands there already"
+    assert "rewound" not in run(0, "--step", "20", "--yes")[0], "the run is at that step already"
     out, _ = run(0, "--tokens", "2560", "--yes", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (first.point_name, True)
     assert runner.plan().point == first.point_name

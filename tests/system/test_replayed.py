@@ -50,7 +50,7 @@ def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains
     assert made.audit()["exactly_once"] is True
     ends = [e.fields for e in read_journal(Storage(str(fork))).events if e.kind == EventKind.END]
     assert (ends[-1]["outcome"], ends[-1]["by"]) == ("stopped", asker())
-    assert job.run.replay(6, to_point=fork).point == found.point, "it stands there already"
+    assert job.run.replay(6, to_point=fork).point == found.point, "the fork has that point already"
 
     result = orchestrator.train(job.config(**shape, run__name=fork.name, run__storage=str(fork.parent)))
     assert (result.outcome, result.step) == ("done", 8), result.reason
