@@ -21,7 +21,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.model.build_model import bare_model
-from orchestrator.trainer.state.sharded_state import ShardedState, skeleton_of
+from orchestrator.trainer.state.fsdp_model import skeleton_of
+from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at

@@ -13,7 +13,8 @@ from torch import nn
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.state.sharded_state import ShardedState, blocks_of, skeleton_of
+from orchestrator.trainer.state.fsdp_model import blocks_of, skeleton_of
+from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import check_error, raises
 from tests.trainer.architectures import tiny

@@ -12,7 +12,7 @@ from orchestrator.config.sections import ModelConfig
 from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
-from orchestrator.trainer.state.sharded_state import skeleton_of
+from orchestrator.trainer.state.fsdp_model import skeleton_of
 from orchestrator.trainer.weights.initial import fill_rows
 from tests.checkpoint.exports import CPU, LLAMA, SMALL
 

@@ -423,7 +423,7 @@ def _size(model: Any) -> ModelSize:
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
     from orchestrator.trainer.model.model_settings import text_config
-    from orchestrator.trainer.state.sharded_state import blocks_of
+    from orchestrator.trainer.state.fsdp_model import blocks_of
 
     scalars = _scalars(model)
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
