@@ -174,6 +174,30 @@ def _one_model(config: Any, pretrained: Any, factory: Any) -> _Wrong | None:
     return _Wrong(MISSING, "is missing; set exactly one of model.config, model.pretrained, model.factory")
 
 
+def _frozen_models(frozen: dict[str, dict[str, Any]]) -> _Wrong | None:
+    for name, model in frozen.items():
+        ways = [way for way in ("config", "pretrained", "factory") if model.get(way) is not None]
+        if len(ways) != 1:
+            found = " and ".join(ways) or "none of them"
+            return _Wrong(
+                _CONFLICT if ways else MISSING,
+                f"has a model {name} with {found}; give it exactly one of config, pretrained, factory",
+            )
+        if model.get("config") is not None and model.get("init_from") is None:
+            return _Wrong(
+                MISSING,
+                f"has a model {name} with a config and no weights; set its init_from, or give it as "
+                "pretrained",
+            )
+        problems = (
+            _model_type(model.get("config")),
+            _factory_args(model.get("factory_args") or {}, model.get("factory")),
+        )
+        for wrong in filter(None, problems):
+            return _Wrong(wrong.code, f"{wrong.text} (model {name})")
+    return None
+
+
 def _model_type(config: dict[str, Any] | None) -> _Wrong | None:
     if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
         return None
@@ -295,19 +319,35 @@ _CAUSAL_LM: dict[str, tuple[Callable[[float], bool], str]] = {
     "z_loss": (lambda value: value >= 0, "a number >= 0"),
     "label_smoothing": (lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
     "logit_softcap": (lambda value: value > 0, "a number > 0"),
+    "teacher_weight": (lambda value: 0 < value <= 1, "a number > 0 and <= 1"),
+    "temperature": (lambda value: value > 0, "a number > 0"),
 }
+_TEACHER, _OF_TEACHER = "teacher", ("teacher_weight", "temperature")
 
 
-def _objective_args(arguments: dict[str, Any], objective: str) -> _Wrong | None:
+def _objective_args(
+    arguments: dict[str, Any], objective: str, frozen: dict[str, dict[str, Any]]
+) -> _Wrong | None:
     if objective != BUILT_IN:
         return None
+    teacher = arguments.get(_TEACHER)
+    if teacher is not None and teacher not in frozen:
+        return _Wrong(
+            _CONFLICT,
+            f"gives teacher={show(teacher)}, and model.frozen has {', '.join(frozen) or 'no model'}; name "
+            "one of model.frozen",
+        )
     for name, value in arguments.items():
+        if name == _TEACHER and teacher is not None:
+            continue
         if name not in _CAUSAL_LM:
+            takes = ", ".join((*_CAUSAL_LM, _TEACHER))
             return _Wrong(
                 "config.unknown_key",
-                f"names {show(name)}, and {BUILT_IN} takes {', '.join(_CAUSAL_LM)}; leave it out, or set "
-                "train.objective",
+                f"names {show(name)}, and {BUILT_IN} takes {takes}; leave it out, or set train.objective",
             )
+        if name in _OF_TEACHER and teacher is None:
+            return _Wrong(MISSING, f"gives {name}, and no teacher; set teacher to a name of model.frozen")
         is_valid, expected = _CAUSAL_LM[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not is_valid(value):
@@ -459,6 +499,7 @@ _RULES = (
     _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
     _Between(fields=("model.config",), check=_model_type),
+    _Between(fields=("model.frozen",), check=_frozen_models),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
     _Between(fields=("monitor.loggers",), check=_each_logger_once),
     _Between(fields=("eval.every_steps", "eval.every_tokens"), check=_one_interval),
@@ -486,7 +527,7 @@ _RULES = (
         fields=("train.schedule", "train.decay_steps", "train.decay_power", "train.warmup_steps", *_STOPS),
         check=_decay,
     ),
-    _Between(fields=("train.objective_args", "train.objective"), check=_objective_args),
+    _Between(fields=("train.objective_args", "train.objective", "model.frozen"), check=_objective_args),
     _Between(fields=("train.optimizer_args", "train.optimizer"), check=_optimizer_args),
     _Between(fields=("train.betas", "train.optimizer", "train.param_groups"), check=_betas),
     _Between(fields=("train.eps", "train.optimizer", "train.param_groups"), check=_eps),

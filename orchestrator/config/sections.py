@@ -235,6 +235,30 @@ class PackConfig(Section):
         return self.mode == "bestfit" if self.document_attention is None else self.document_attention
 
 
+class FrozenModelConfig(Section):
+    """One model of `model.frozen`; exactly one of `config`, `pretrained`, `factory`."""
+
+    config: dict[str, Any] | None = None
+    """A transformers configuration; the weights are those of `init_from`."""
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """As `model.pretrained`."""
+    factory: FunctionName | None = None
+    """As `model.factory`."""
+    factory_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    init_from: Annotated[str, Field(min_length=1)] | None = None
+    """As `model.init_from`: exported weights, or a point of another run."""
+    attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
+    """As `model.attn_implementation`."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The type of its weights; null: that of the trained model's."""
+
+    @property
+    def as_model(self) -> ModelConfig:
+        """The same model as a section `model`."""
+        return ModelConfig(**self.model_dump(exclude={"dtype"}))
+
+
 class ModelConfig(Section):
     """What is trained; exactly one of `config`, `pretrained`, `factory`."""
 
@@ -262,6 +286,14 @@ class ModelConfig(Section):
     )
     """How a transformers model computes attention; `auto`: as its configuration says, else `sdpa` where its
     architecture has it, else what transformers takes for it; `eager` under invariant numerics on GPUs.
+    """
+    frozen: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,99}$")], FrozenModelConfig],
+        may_change("a mapping of names to {pretrained: ...} or other ways to give a model"),
+    ] = Field(default_factory=dict)
+    """Models beside it that are not trained, for objectives: teachers and references. They are held as the
+    model is and are not part of resume points; a resume with other weights under the same name is refused
+    (docs/howto/distillation.md).
     """
 
 

@@ -123,6 +123,8 @@ class Vote:
     `part_s`: from the begin of the save to this vote.
     `nodes`: those on whose disks the file is, the rank's own first; empty if it is in the run's storage.
     `replicas`: for comparing replicas.
+    `fixed`: the digests of the weights that the state is trained with and does not contain, listed by rank 0
+    only.
     """
 
     key: StateKey
@@ -140,3 +142,4 @@ class Vote:
     sums: dict[str, int] = field(default_factory=dict)
     nodes: tuple[NodePlace, ...] = ()
     replicas: ReplicaDigests = ReplicaDigests()
+    fixed: dict[str, str] = field(default_factory=dict)

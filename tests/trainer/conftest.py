@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.trainer.objective import logit_loss
 from tests.trainer.launch import Launch
 from tests.trainer.member import run_to_end
 from tests.trainer.sharded_kills import HSDP, Segments, job_of, losses
@@ -31,3 +32,11 @@ def calm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> list[float]:
     return losses(run_to_end(tmp_path_factory.mktemp("alone"), 1, job=job_of("replicate")))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks of 5 positions."""
+    monkeypatch.setattr(logit_loss, "_MIN_POSITIONS", 5)
+    monkeypatch.setattr(logit_loss, "_MIN_LOGITS", 1)
+    return 5

@@ -100,7 +100,7 @@ def tiny_job(**changes: Any) -> TrainJob:
     }
     for dotted, value in changes.items():
         section, _, name = dotted.partition("__")
-        if section == "model":
+        if section == "model" and name != "frozen":
             mapping["model"].pop("config", None)
         mapping[section][name] = value
     config = parse_config(mapping)
@@ -341,13 +341,16 @@ def members(
     job: TrainJob | None = None,
     feed: FormulaFeed | None = None,
     kind: type[Launch] = Launch,
+    jobs: dict[str, TrainJob] | None = None,
     **launch: Any,
 ) -> Iterator[Members]:
-    """A launch with these members started; whatever happens, no process of theirs is left."""
+    """A launch with these members started; whatever happens, no process of theirs is left. `jobs`: of members
+    with another job than `job`.
+    """
     group = Members(kind(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed())
     try:
         for name in names:
-            group.start(name, (plans or {}).get(name))
+            group.start(name, (plans or {}).get(name), (jobs or {}).get(name))
         yield group
     finally:
         for process in group.processes.values():

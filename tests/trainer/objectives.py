@@ -153,3 +153,19 @@ def sums_over_ranks(model: nn.Module, batch: MicroBatch, context: StepContext) -
         dist.all_reduce(total)
         return Terms(terms.loss_sum, {"total": Mean(total)})
     return Terms(terms.loss_sum, {"total": Mean(0.0)})
+
+
+def nearer_to_reference(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """Cross-entropy, and the square of its distance from that of the frozen model `reference`."""
+    ours = _losses(model(batch.input_ids).logits, batch.labels)
+    theirs = _losses(context.frozen["reference"](batch.input_ids).logits, batch.labels)
+    loss = ours.sum() + ((ours - theirs) ** 2).sum()
+    return Terms(loss, {"reference": Mean(theirs.sum(), (batch.labels != -100).sum())})
+
+
+def changes_reference(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """Trains the frozen model, too."""
+    reference: Any = context.frozen["reference"]
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.5)
+    return nearer_to_reference(model, batch, context)

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.trainer.objective import logit_loss
 from orchestrator.trainer.objective.causal_lm import causal_lm_terms
 from orchestrator.trainer.objective.linear_head import Head, find_head
 from orchestrator.trainer.objective.logit_loss import LossTerms, loss_of_hidden, loss_of_logits
+from tests.trainer.heads import VOCABULARY, Largest, Plain
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, run_to_end, tiny_job
 
-VOCABULARY = 96
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -32,14 +29,6 @@ SMALL = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
 ALL_TERMS = LossTerms(z_loss=0.01, label_smoothing=0.1, logit_softcap=3.0)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks of 5 positions."""
-    monkeypatch.setattr(logit_loss, "_MIN_POSITIONS", 5)
-    monkeypatch.setattr(logit_loss, "_MIN_LOGITS", 1)
-    return 5
 
 
 @pytest.mark.parametrize("size", [1, 5, 22, 23, 100])
@@ -85,17 +74,6 @@ def test_a_frozen_head_and_a_forward_pass_alone(small_chunks: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ heads of models
-class Plain(nn.Module):
-    """A factory's model. `use` is applied to the outputs of its head."""
-
-    def __init__(self, use: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.embed, self.out, self.use = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), use
-
-    def forward(self, input_ids: Tensor) -> Any:
-        return self.use(self.out(self.embed(input_ids)))
-
-
 def transformer(kind: str, **more: Any) -> Any:
     config = AutoConfig.for_model(kind, **{**SMALL, **more})
     config.use_cache = False
@@ -197,26 +175,12 @@ def test_a_head_that_is_called_twice_or_not_linear_is_none(small_chunks: int) ->
 
 
 # -------------------------------------------------------------------------------------- memory and training
-class _Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, Tensor)]
-        self.found = max([self.found, *sizes])
-        return result
-
-
 def test_logits_exist_for_one_chunk_only(small_chunks: int) -> None:
     model = Plain(lambda outputs: outputs)
     ids = torch.arange(60).view(1, 60)
 
     def largest(head: Head | None) -> int:
-        with _Largest() as seen:
+        with Largest() as seen:
             causal_lm_terms(model, ids, ids, "float32", head=head).loss_sum.backward()
         return seen.found
 

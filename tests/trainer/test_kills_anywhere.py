@@ -59,6 +59,11 @@ OWN = {
     "claim_made": "joining",
 }
 
+BY_TEACHER = {
+    "model__frozen": {"wise": {"factory": "tests.trainer.member:PoisonModel"}},
+    "train__objective_args": {"teacher": "wise"},
+}
+
 
 def averaged(optimizer: str) -> dict[str, Any]:
     """An optimizer, and averaged weights beside it."""
@@ -69,7 +74,8 @@ def averaged(optimizer: str) -> dict[str, Any]:
 class Case:
     """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
     all ranks are there, so that a neighbour borrows the copies; else each is on one of its own. `objective`:
-    a plug-in; None: the built-in one. `optimizer`: that of the run.
+    a plug-in; None: the built-in one. `optimizer`: that of the run. `distils`: the built-in objective has a
+    teacher.
     """
 
     layout: str
@@ -79,6 +85,7 @@ class Case:
     node: str | None = None
     objective: str | None = None
     optimizer: str = "adamw"
+    distils: bool = False
 
     def __str__(self) -> str:
         where = f" on {self.node}" if self.node else ""
@@ -90,6 +97,8 @@ class Case:
         every = None if self.phase == "losing" else SAVED
         parallel = LAYOUTS.get(self.layout, REPLICATE)
         changes: dict[str, Any] = {} if self.objective is None else {"train__objective": self.objective}
+        if self.distils:
+            changes = BY_TEACHER
         if self.optimizer != "adamw":
             changes |= averaged(self.optimizer)
         if self.phase == "evaluation":
@@ -136,6 +145,11 @@ PLUG_INS = [
     for case in CASES
     if case.phase == "step" and case.who in (ONE, ALL, COORDINATOR) and case.layout != DDP
 ]
+DISTILLED = [
+    replace(case, distils=True)
+    for case in CASES
+    if case.phase in ("step", "joining") and case.who in (ONE, ALL) and case.layout != DDP
+]
 OPTIMIZERS = [
     replace(case, optimizer=optimizer)
     for optimizer in ("muon", "adafactor")
@@ -150,6 +164,7 @@ IN_EVERY_TEST = {
     Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
     Case(layout="replicate", phase="step", place="gradient_done", who=ALL, objective=WITH_METRICS),
     Case(layout="fsdp2", phase="step", place="applied", who=ONE, objective=WITH_METRICS),
+    Case(layout="fsdp2", phase="joining", place="resharding", who=ONE, distils=True),
     Case(layout="replicate", phase="step", place="applied", who=ALL, optimizer="muon"),
     Case(layout="hsdp", phase="step", place="summary_received", who=ONE, optimizer="muon"),
     Case(layout="fsdp2", phase="step", place="gradient_done", who=ONE, optimizer="adafactor"),
@@ -354,34 +369,47 @@ def test_every_cell_of_the_table_has_a_case() -> None:
         for phase in PHASES:
             for who in (ONE, NEIGHBOURS, ALL, COORDINATOR):
                 assert any((c.layout, c.phase, c.who) == (layout, phase, who) for c in CASES)
-    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS, *OPTIMIZERS})
+    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS, *DISTILLED, *OPTIMIZERS})
 
 
 @pytest.fixture(scope="module")
-def exact_plug_in(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """`exact` with the objective of `PLUG_INS`."""
-    job = job_of(REPLICATE, train__numerics="invariant", train__objective=WITH_METRICS)
-    return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
+def exact_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Launch]:
+    """`exact` with the objective of `PLUG_INS`, or of `DISTILLED` if the argument is true."""
+
+    @cache
+    def run(distils: bool) -> Launch:
+        changes: dict[str, Any] = BY_TEACHER if distils else {"train__objective": WITH_METRICS}
+        job = job_of(REPLICATE, train__numerics="invariant", **changes)
+        return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
+
+    return run
 
 
 @pytest.mark.quick("replicate, all ranks, step: gradient_done")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=str(c), marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos) for c in PLUG_INS],
+    [
+        pytest.param(
+            c,
+            id=f"{c}{', distilled' if c.distils else ''}",
+            marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos,
+        )
+        for c in (*PLUG_INS, *DISTILLED)
+    ],
 )
-def test_a_kill_changes_neither_losses_nor_metrics_of_a_plug_in_objective(
-    tmp_path: Path, exact_plug_in: Launch, case: Case
+def test_a_kill_changes_neither_losses_nor_metrics_of_an_objective(
+    tmp_path: Path, exact_with: Callable[[bool], Launch], case: Case
 ) -> None:
     kill = Kill(case, tmp_path)
     launch = kill.run(tmp_path)
-    found = history(launch)
-    one = sorted(exact_plug_in.records.values(), key=lambda record: record.step)
+    found, exact = history(launch), exact_with(case.distils)
+    one = sorted(exact.records.values(), key=lambda record: record.step)
     assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
     if case.layout == "replicate":
         assert [(r.loss, r.grad_norm, r.metrics) for r in found] == [
             (r.loss, r.grad_norm, r.metrics) for r in one
         ]
-        assert launch.last_point().state_digest == exact_plug_in.last_point().state_digest
+        assert launch.last_point().state_digest == exact.last_point().state_digest
     for mine, theirs in zip(found, one, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)

@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, ResumePointError, TrainingError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import Item, load
+from orchestrator.trainer.loading.state_tensors import Continues, Item, load
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.optimizer.assignment import group_notes, muon_matrices, settings_of
 from orchestrator.trainer.optimizer.whole_parameters import owners_of
@@ -250,7 +250,7 @@ def test_another_optimizer_is_refused_unless_its_state_begins_anew(tmp_path: Pat
         state = stepped(job, 1)
         with raises(ResumePointError, "point.other_optimizer", KEY.point_name, "exp_avg", "resume.optimizer"):
             load(state.items(), KEY.point_name, files)
-        load(state.items(), KEY.point_name, files, reset_optimizer=True)
+        load(state.items(), KEY.point_name, files, Continues(reset_optimizer=True))
         state.filled()
         assert state.optimizer_steps == 0
         theirs = {item.name: item.tensor for item in before.items() if item.group == "model"}

@@ -7,7 +7,7 @@ digest before they pass its content.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,13 +58,15 @@ def damaged(point: str, damage: PartDamage) -> DamagedPointError:
 class PartManifest:
     """The tensors of the point `point`, by (group, name), and its tensor files, by path.
 
-    The rows in each file follow from `layout`.
+    The rows in each file follow from `layout`. `fixed`: the digests of the weights that the state was trained
+    with and does not contain, by their fields in the configuration.
     """
 
     point: str
     layout: Layout
     tensors: dict[Name, SavedTensor]
     files: dict[str, FileEntry]
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> tuple[StateTensor, ...]:
@@ -111,13 +113,17 @@ def state_tensor(saved: SavedTensor) -> StateTensor:
 COMMIT, PARTS = "COMMIT", "parts.json"
 
 
-def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, Any]:
+def parts_document(
+    layout: Layout, saved: Iterable[SavedTensor], fixed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Returns the content of parts.json of format 2.
 
     `items` are [group, name, dtype, shape, sharded], once for all ranks, in the order by which
-    `planning.state.state_layout` divides them.
+    `planning.state.state_layout` divides them. `fixed`: see `PartManifest`; left out if it is empty.
     """
+    beside = {"fixed": dict(fixed)} if fixed else {}
     return {
+        **beside,
         "format": FORMAT,
         "layout": {"num_shards": layout.num_shards, "num_replicas": layout.num_replicas},
         "items": [[t.group, t.name, t.dtype, list(t.shape), t.sharded] for t in saved],
@@ -210,4 +216,5 @@ def _manifest(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]
     if listed.keys() != expected:
         odd = sorted(listed.keys() ^ expected)
         raise ValueError(f"its layout {layout} and the files in COMMIT differ by {odd[:5]}")
-    return PartManifest(point=point, layout=layout, tensors=tensors, files=listed)
+    fixed = {str(name): str(digest) for name, digest in parts.get("fixed", {}).items()}
+    return PartManifest(point=point, layout=layout, tensors=tensors, files=listed, fixed=fixed)

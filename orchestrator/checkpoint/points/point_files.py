@@ -314,11 +314,12 @@ class PointFiles(QuarantineFiles):
         if not nodes:
             self._check_visible(name, parts)
         layout, sums = _layout_of(votes), points.state_sums(votes)
+        lists = next(vote for vote in votes if vote.rank == 0)
         contents = {
             CURSOR: encode(first.cursor),
             CONFIG: dict(config),
             RNG: dict(rng),
-            PARTS: parts_document(layout, next(vote.tensors for vote in votes if vote.rank == 0)),
+            PARTS: parts_document(layout, lists.tensors, lists.fixed),
         }
         write = self._document_there if others_may else self._write_document
         written = [write(name, file, content) for file, content in contents.items()]

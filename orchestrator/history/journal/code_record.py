@@ -52,6 +52,7 @@ def functions_of(job: JobConfig) -> dict[str, str]:
     train = job.train
     named = {"model.factory": job.model.factory, "train.objective": train.objective}
     named |= {"train.objective_units": train.objective_units, "train.optimizer": train.optimizer}
+    named |= {f"model.frozen.{name}.factory": model.factory for name, model in job.model.frozen.items()}
     named |= {f"train.callbacks.{number}": name for number, name in enumerate(train.callbacks)}
     return {field: path for field, path in named.items() if path is not None and ":" in path}
 

@@ -44,7 +44,18 @@ def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None =
         shape = _read(Path(job.model.pretrained))
     if before is not None and before[1].size.parameters and not count_parameters(shape or {}):
         shape = of_measured(before[1].size)
-    return _of_shape(job, shape)
+    return _with_frozen_shapes(_of_shape(job, shape))
+
+
+def _with_frozen_shapes(job: JobConfig) -> JobConfig:
+    """The job, with the `config` of each frozen model filled from `config.json` of its `pretrained`."""
+    if not job.model.frozen:
+        return job
+    frozen = {
+        name: each.model_copy(update={"config": _read(Path(each.pretrained))}) if each.pretrained else each
+        for name, each in job.model.frozen.items()
+    }
+    return job.model_copy(update={"model": job.model.model_copy(update={"frozen": frozen})})
 
 
 def measured(
@@ -65,7 +76,7 @@ def measured(
         if is_new:
             raise
         return known, None
-    return (known if facts.size is None else _of_shape(job, of_measured(facts.size))), facts
+    return (known if facts.size is None else _of_shape(known, of_measured(facts.size))), facts
 
 
 def _read(folder: Path) -> dict[str, object] | None:

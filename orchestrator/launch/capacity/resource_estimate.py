@@ -18,7 +18,7 @@ from orchestrator.planning.state.memory import (
     optimizer_size,
     worker_memory,
 )
-from orchestrator.planning.state.state_layout import Layout, layout_of
+from orchestrator.planning.state.state_layout import Layout, chunk_rows, layout_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -118,6 +118,7 @@ def _state_text(job: JobConfig, size: ModelSize, layout: Layout, held: WorkerMem
         text += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
     if held.updates > held.gathered:
         text += f" + {gib(held.updates - held.gathered)} more for a step that is not applied yet"
+    text += f" + {gib(held.beside)} for frozen models" if held.beside else ""
     at_the_loss = held.activations + held.gathered // 2 - held.gradients - max(held.gathered, held.updates)
     if at_the_loss > 0:
         text += f" + {gib(at_the_loss)} more while a micro-batch's loss is computed"
@@ -137,7 +138,20 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
     num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.pack.seq_len
     size = model_size(job.model.config or {})
     optimizer = _optimizer_size(job, size)
-    return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens, optimizer)
+    held = worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens, optimizer)
+    return replace(held, beside=_frozen_bytes(job, layout, compute_bytes)) if held.weights else held
+
+
+def _frozen_bytes(job: JobConfig, layout: Layout, compute_bytes: int) -> int:
+    """The minimum that a worker holds of `model.frozen`; models of unknown size are not counted."""
+    total = 0
+    for frozen in job.model.frozen.values():
+        size = model_size(frozen.config or {})
+        weight_bytes = {"float32": 4, "bfloat16": 2}.get(frozen.dtype or "", _weight_bytes(job))
+        total += chunk_rows(size.parameters, layout.num_shards) * weight_bytes
+        if layout.num_shards > 1:
+            total += (size.rest + size.block) * min(compute_bytes, weight_bytes)
+    return total
 
 
 def _optimizers(job: JobConfig) -> list[str]:
@@ -186,6 +200,8 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
             parts.append(f"a step that is not applied yet {gib(held.updates)}")
         if held.activations:
             parts.append(f"activations of a micro-batch {gib(held.activations)}")
+        if held.beside:
+            parts.append(f"frozen models {gib(held.beside)}")
         reforming = ""
         if held.peak > held.training:
             reforming = f"; {gib(held.peak)} while workers come or go"

@@ -114,6 +114,8 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     The job's current folder is its copy of `folder`. Absolute paths are not checked: they are on the nodes.
     """
     named = [("CONFIG", str(config)), ("model.pretrained", job.model.pretrained or "")]
+    for name, frozen in job.model.frozen.items():
+        named += [(f"model.frozen.{name}", path) for path in (frozen.pretrained, frozen.init_from) if path]
     for source in job.data.sources:
         if source.format == "python":
             continue

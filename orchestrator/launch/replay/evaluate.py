@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,14 +111,17 @@ def _evaluated(store: RunStore, job: JobConfig, point: Point, specs: dict[str, A
     from orchestrator.trainer.gradient.invariant import InvariantGradient
     from orchestrator.trainer.model.build_model import bare_model, pick_device, set_determinism
     from orchestrator.trainer.objective.objective import objective_of
+    from orchestrator.trainer.state.frozen_models import FrozenModels
 
     device = pick_device("cuda" if job.cluster.use_gpu and torch.cuda.is_available() else "cpu")
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     set_determinism(True, device)
     try:
         model = bare_model(job.model, job.train.precision, job.train.seed, device)
-        _load(model, point.name, CommittedFiles(store.storage))
-        objective = objective_of(job.train, job.pack.attends_by_document, job.pack.seq_len)
+        frozen = FrozenModels(job.model, job.train, device, invariant=True)
+        _load(model, point.name, CommittedFiles(store.storage), frozen.digests())
+        by_document = job.pack.attends_by_document
+        objective = objective_of(job.train, by_document, job.pack.seq_len, frozen.models)
         objective.prepare(model)
         evaluator = Evaluator(
             train=job.train,
@@ -138,15 +141,18 @@ def _evaluated(store: RunStore, job: JobConfig, point: Point, specs: dict[str, A
         torch.use_deterministic_algorithms(strict)
 
 
-def _load(model: nn.Module, point: str, files: CommittedFiles) -> None:
-    """Fills the weights and buffers of `model` from a point of any layout. Verifies their digests."""
+def _load(model: nn.Module, point: str, files: CommittedFiles, fixed: Mapping[str, str]) -> None:
+    """Fills the weights and buffers of `model` from a point of any layout. Verifies their digests.
+
+    `fixed`: the digests of other weights that it is evaluated with.
+    """
     from torch import nn
 
     from orchestrator.checkpoint.files.manifest import MODEL
-    from orchestrator.trainer.loading.state_tensors import load, own_tensors, whole_item
+    from orchestrator.trainer.loading.state_tensors import Continues, load, own_tensors, whole_item
 
     items = []
     for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
         tensor.data = tensor.data.contiguous()
         items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-    load(items, point, files, reset_optimizer=True)  # the optimizer's state stays unread
+    load(items, point, files, Continues(reset_optimizer=True, fixed=fixed))  # not the optimizer's state

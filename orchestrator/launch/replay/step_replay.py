@@ -221,7 +221,7 @@ class StepReplayer:
 
     def __init__(self, history: ReplayHistory, device: torch.device) -> None:
         from orchestrator.checkpoint.points.rank_files import CommittedFiles
-        from orchestrator.trainer.loading.state_tensors import load
+        from orchestrator.trainer.loading.state_tensors import Continues, load
 
         self._history, self._device = history, device
         begin, self.notes = history.begin, list[str]()
@@ -237,8 +237,8 @@ class StepReplayer:
         if begin is None:
             self.state.initialise()
         else:
-            files, reset = CommittedFiles(history.store.storage), self._regime.resets_optimizer
-            load(self.state.items(), begin.name, files, reset)
+            how = Continues(reset_optimizer=self._regime.resets_optimizer, fixed=self.state.frozen.digests())
+            load(self.state.items(), begin.name, CommittedFiles(history.store.storage), how)
             self.state.filled()
             self.state.cursor = begin.cursor
 
@@ -300,7 +300,8 @@ class StepReplayer:
         if not self.notes:
             self.notes += notes_on(config)
         self.state: TrainState = TrainState(config.model, config.train, self._device, True)
-        self._objective = objective_of(config.train, config.pack.attends_by_document, config.pack.seq_len)
+        by_document, frozen = config.pack.attends_by_document, self.state.frozen.models
+        self._objective = objective_of(config.train, by_document, config.pack.seq_len, frozen)
         self._objective.prepare(self.state.model)
         self._gradient: InvariantGradient = InvariantGradient(self.state.model, self._objective)
         self._gradient.enter(0, 1)

@@ -82,6 +82,9 @@ def _require_locations(job: JobConfig) -> None:
         "model.pretrained": job.model.pretrained,
         "model.init_from": job.model.init_from,
     }
+    for name, model in job.model.frozen.items():
+        named[f"model.frozen.{name}.pretrained"] = model.pretrained
+        named[f"model.frozen.{name}.init_from"] = model.init_from
     for field, location in named.items():
         try:
             if location is not None and is_uri(location):

@@ -83,6 +83,7 @@ class WorkerMemory:
     `staged`: the copy that a save is written from.
     `reforming`: besides its weights and moments those of the previous layout, while rows are moved; there are
     no gradients and gathered blocks then.
+    `beside`: its rows of frozen models, and what is gathered of them.
     `activations`: what the loss of one micro-batch needs, see `activation_bytes`.
     """
 
@@ -94,6 +95,7 @@ class WorkerMemory:
     reforming: int
     activations: int = 0
     updates: int = 0
+    beside: int = 0
 
     def memory_points(self, lent: bool) -> int:
         """Returns the bytes of memory points: two copies of its own shard and two that it keeps for a
@@ -113,12 +115,13 @@ class WorkerMemory:
         """
         at_the_loss = self.activations + self.gathered // 2
         in_backward, in_the_step = self.gradients + self.gathered, self.gradients + self.updates
-        return self.weights + self.moments + max(in_backward, in_the_step, at_the_loss)
+        at_most = max(in_backward, in_the_step, at_the_loss)
+        return self.weights + self.moments + self.beside + at_most
 
     @property
     def peak(self) -> int:
         """The maximum that is needed at once besides what is staged: in a step, or while a group re-forms."""
-        return max(self.training, self.weights + self.moments + self.reforming)
+        return max(self.training, self.weights + self.moments + self.beside + self.reforming)
 
 
 def memory_every_steps(setting: int | str | None, sharded: bool) -> int | None:

@@ -22,7 +22,16 @@ from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
 from orchestrator.trainer.callback_process import require_callback
-from orchestrator.trainer.model.model_settings import require_known_keys
+from orchestrator.trainer.dry_run.meta_models import (
+    SMALL_BYTES,
+    frozen_note,
+    frozen_on_meta,
+    frozen_small,
+    model_name,
+    model_on_meta,
+    scalars_of,
+    size_of,
+)
 from orchestrator.user_function import find_function
 
 if TYPE_CHECKING:
@@ -32,12 +41,8 @@ if TYPE_CHECKING:
 
 # Importing transformers takes seconds; building a model on the meta device takes less than one.
 _LIMIT_S = 300.0
-# The largest size of a model's weights, and of its logits, for which a forward pass is run with weights
-_SMALL_BYTES = 512 << 20
 # The memory that a trial process may allocate in addition to what it has at its start
 _MEMORY_BYTES = 4 << 30
-# Errors that the code itself causes, not the machine
-_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,7 @@ class ModelFacts:
     `scalars`: the names of parameters without dimensions.
     `size`: None if the model was not built.
     `optimizer`: notes on which optimizer trains which parameters, and what it keeps.
+    `frozen`: notes on the frozen models.
     `note`: a text for the user about what could not be tried, empty if there is none.
     """
 
@@ -60,6 +66,7 @@ class ModelFacts:
     scalars: Sequence[str] = ()
     size: ModelSize | None = None
     optimizer: Sequence[str] = ()
+    frozen: Sequence[str] = ()
     note: str = ""
 
 
@@ -83,7 +90,7 @@ def require_model(
             "frozen (requires_grad=False); unfreeze some",
             code="model.nothing_trainable",
         )
-    notes = [*facts.optimizer, *([facts.note] if facts.note else [])]
+    notes = [*facts.frozen, *facts.optimizer, *([facts.note] if facts.note else [])]
     if facts.largest_table is not None and facts.largest_table < vocab_size:
         notes.append(
             f"warning: the largest torch.nn.Embedding of model.factory={job.model.factory} has "
@@ -133,6 +140,7 @@ def try_model(job: JobConfig) -> ModelFacts:
     # A user's module is imported again each time, because a notebook user may have fixed it.
     units = train.objective_units if ":" in train.objective_units else None
     is_users = job.model.factory or task["objective"] or units or ":" in train.optimizer or train.callbacks
+    is_users = is_users or any(frozen.factory for frozen in job.model.frozen.values())
     if not is_users and "torch" in sys.modules:
         return _build(job.model, **task)
     beside = {"units": units, "callbacks": list(train.callbacks)}
@@ -210,7 +218,7 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     if "refused" in answer:
         raise ConfigError(answer["refused"], code=answer["code"])
     size = answer["size"] and ModelSize(**answer["size"])
-    lists = {name: tuple(answer[name]) for name in ("scalars", "optimizer")}
+    lists = {name: tuple(answer[name]) for name in ("scalars", "optimizer", "frozen")}
     return ModelFacts(**answer | lists | {"size": size})
 
 
@@ -229,64 +237,65 @@ def _build(
     from orchestrator.trainer.dry_run.attention_dry_run import small_copies
     from orchestrator.trainer.model import build_model as models
     from orchestrator.trainer.model.factory_output import Forward, try_forward
-    from orchestrator.trainer.model.model_call import require_document_attention
-    from orchestrator.trainer.model.model_settings import without_cache
     from orchestrator.trainer.objective.plug_in import PlugIn
-    from orchestrator.trainer.weights.initial import require_fit
-    from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
+    from orchestrator.trainer.weights.transformers_model import transformers_settings
 
-    model: Any = None
     with torch.random.fork_rng(devices=[]):
-        if config.factory is None:
-            with torch.device("meta"):
-                settings, attention = transformers_settings(config, device_type, invariant)
-                if config.config is not None:
-                    dtype = str(models.weights_dtype(precision)).removeprefix("torch.")
-                    require_known_keys(config.config, settings, dtype)
-                model = shape_only(config, settings, attention)
-                without_cache(model)
-        else:
-            model, note = _from_factory(config, precision)
-            if model is None:
-                return ModelFacts(note=note)
-        if within is not None:
-            require_document_attention(model)
-        if config.init_from is not None:
-            with torch.device("meta"):
-                require_fit(config, model)
+        model, note = model_on_meta(config, device_type, invariant, precision, within is not None)
+        if model is None:
+            return ModelFacts(note=note)
         if config.factory is None:
             _require_export(config, model)
-        size = _size(model)
+        frozen = frozen_on_meta(config, device_type, invariant, precision, within is not None)
+        if train is not None:
+            _require_teacher(model, frozen, TrainConfig.model_validate_json(train))
+        size = size_of(model)
         optimizer = () if train is None else _optimizer_notes(model, TrainConfig.model_validate_json(train))
         forward = Forward()
         if size.frozen < size.parameters:
             table = _num_embeddings(model) or _largest_table(model) or size.vocab
-            is_small = max(size.parameters, seq_len * table) * 4 <= _SMALL_BYTES
+            is_small = max(size.parameters, seq_len * table) * 4 <= SMALL_BYTES
 
             def on_cpu() -> Any:
                 if not is_small:
                     return None
                 return models.bare_model(config, precision, 0, torch.device("cpu"))
 
-            forward = try_forward(model, _name(config), seq_len, within is not None, on_cpu)
-            copies = small_copies(settings, attention, seq_len) if config.factory is None else ()
+            forward = try_forward(model, model_name(config), seq_len, within is not None, on_cpu)
+            copies: Iterable[Any] = ()
+            if config.factory is None:
+                copies = small_copies(*transformers_settings(config, device_type, invariant), seq_len)
             if not _require_attention(chain(copies, _built(on_cpu)), model, config, within, seq_len):
-                note = f"{_name(config)}: whether its logits depend on later tokens was not tried"
+                note = f"{model_name(config)}: whether its logits depend on later tokens was not tried"
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
-            if objective is not None:
-                plug_in = PlugIn(*objective, 0, precision, within is not None, seq_len)
-                note = _try_objective(plug_in, model, on_cpu)
+            if objective is not None and None not in frozen.values():
+                plug_in = PlugIn(*objective, 0, precision, within is not None, seq_len, frozen)
+
+                def frozen_on_cpu() -> Any:
+                    return frozen_small(config, frozen, precision)
+
+                note = _try_objective(plug_in, model, on_cpu, frozen_on_cpu)
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
     known = _num_embeddings(model)
     return ModelFacts(
         num_embeddings=known,
         largest_table=None if known or config.factory is None else _largest_table(model),
         num_logits=forward.vocab,
-        scalars=_scalars(model),
+        scalars=scalars_of(model),
         size=size,
         optimizer=optimizer,
+        frozen=tuple(frozen_note(name, each) for name, each in frozen.items()),
         note=forward.note,
     )
+
+
+def _require_teacher(model: Any, frozen: Mapping[str, Any], train: TrainConfig) -> None:
+    """Raises `ConfigError` if the built-in objective's teacher has another vocabulary than the model."""
+    from orchestrator.trainer.objective.linear_head import require_same_vocabulary
+
+    name = train.objective_args.get("teacher") if train.objective == BUILT_IN else None
+    if name is not None and frozen[name] is not None:
+        require_same_vocabulary(model, frozen[name], f"model.frozen.{name}")
 
 
 def _optimizer_notes(model: Any, train: TrainConfig) -> tuple[str, ...]:
@@ -302,16 +311,22 @@ def _optimizer_notes(model: Any, train: TrainConfig) -> tuple[str, ...]:
         return (f"{error}. This machine may lack what it needs; the workers try it",)
 
 
-def _try_objective(objective: PlugIn, model: Any, on_cpu: Callable[[], Any]) -> str:
+def _try_objective(
+    objective: PlugIn,
+    model: Any,
+    on_cpu: Callable[[], Any],
+    frozen_on_cpu: Callable[[], dict[str, Any] | None],
+) -> str:
     """Evaluates a plug-in objective once. Returns a note if that was not possible here."""
     try:
         objective.prepare(model)
     except ConfigError as error:
         if error.code != "objective.fails":
             raise
-        real = on_cpu()
-        if real is None:
+        real, frozen = on_cpu(), frozen_on_cpu()
+        if real is None or frozen is None:
             return f"{error}. The model is too large to be built here; the workers try the objective"
+        objective.frozen = frozen
         objective.prepare(real.train())
     return ""
 
@@ -336,10 +351,12 @@ def _require_attention(
     from orchestrator.trainer.dry_run.attention_dry_run import require_attention
     from orchestrator.trainer.model.model_call import has_windows, not_by_document, takes_document_ids
 
-    if require_attention(models, _name(config), seq_len, within is not None):
+    if require_attention(models, model_name(config), seq_len, within is not None):
         return True
     if within is not None and not takes_document_ids(model) and has_windows(model, within):
-        raise not_by_document(f"{_name(config)} has windows or chunks, and no small copy of it can be tried")
+        raise not_by_document(
+            f"{model_name(config)} has windows or chunks, and no small copy of it can be tried"
+        )
     return False
 
 
@@ -351,9 +368,9 @@ def _require_export(config: ModelConfig, model: Any) -> None:
 
     if (settings := type(model.config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"{_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers does not"
-            f" open what would be exported: it has no model for {settings.__name__}; take another model or "
-            "version",
+            f"{model_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers "
+            f"does not open what would be exported: it has no model for {settings.__name__}; take another "
+            "model or version",
             code="model.export",
         )
     try:
@@ -362,86 +379,16 @@ def _require_export(config: ModelConfig, model: Any) -> None:
         raise
     except Exception as error:  # transformers has no common base class for its errors
         raise ConfigError(
-            f"{_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
+            f"{model_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
             "installed transformers has no form of it in files: take another model or version",
             code="model.export",
         ) from error
-
-
-def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
-    """Builds the factory's model without its weights, or with them if it needs values.
-
-    Returns None and a note with the reason if it cannot be built here.
-    """
-    import torch
-
-    from orchestrator.trainer.model import build_model as models
-    from orchestrator.trainer.model.factory_output import is_of_this_machine, refused, require_state
-
-    name, function = _name(config), models.find_factory(config)
-    try:
-        with torch.device("meta"):
-            made = function(**config.factory_args)
-    except Exception as error:  # noqa: BLE001  it may work on a real device
-        reason = f"{type(error).__name__}: {error}"
-        try:
-            made = function(**config.factory_args)
-        except Exception as again:
-            if isinstance(again, _MISTAKES) and not is_of_this_machine(again):
-                raise refused(f"{name} raises {type(again).__name__}: {again}; correct it") from again
-            return None, (
-                f"{name} does not work on torch's meta device ({reason}), nor on this machine's CPU "
-                f"({type(again).__name__}: {again}): whether it gives a model shows when the workers call it"
-            )
-    model = models.made_by_factory(config, made)
-    models.cast_state(model, models.weights_dtype(precision))
-    require_state(model, name)
-    return model, ""
-
-
-def _name(config: ModelConfig) -> str:
-    """Returns the model's configuration field, for messages."""
-    for field in ("factory", "pretrained"):
-        if (value := getattr(config, field)) is not None:
-            return f"model.{field}={value}"
-    return f"model.config of type {(config.config or {}).get('model_type')}"
 
 
 def _largest_table(model: Any) -> int | None:
     from torch import nn
 
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
-
-
-def _scalars(model: Any) -> tuple[str, ...]:
-    return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
-
-
-def _size(model: Any) -> ModelSize:
-    """Returns the model's size, with the blocks that are gathered one after the other.
-
-    The width of the blocks and the number of logits are 0 if the model does not provide them.
-    """
-    from orchestrator.trainer.model.model_settings import text_config
-    from orchestrator.trainer.state.fsdp_model import blocks_of
-
-    scalars = _scalars(model)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
-    parameters = list(model.parameters())
-    num = sum(p.numel() for p in parameters)
-    hidden, head = getattr(text_config(model), "hidden_size", 0), None
-    with suppress(NotImplementedError, AttributeError):
-        head = model.get_output_embeddings()
-    return ModelSize(
-        parameters=num,
-        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
-        block=max(blocks, default=0),
-        rest=num - sum(blocks),
-        num_blocks=len(blocks),
-        hidden=hidden if isinstance(hidden, int) else 0,
-        vocab=0 if head is None else head.weight.shape[0],
-        scalar=scalars[0] if scalars else "",
-    )
 
 
 def _num_embeddings(model: Any) -> int | None:

@@ -39,6 +39,7 @@ from orchestrator.trainer.interfaces.step_summary import RankTerms
 from orchestrator.trainer.model.model_call import require_document_attention
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.objective import objective_of
+from orchestrator.trainer.state.frozen_models import naming_frozen
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -49,22 +50,25 @@ def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState,
     Raises `ConfigError` if the model cannot be built, cannot be trained with the job's objective, or cannot
     attend within documents although the job requires it.
     """
-    objective = objective_of(job.train, job.document_attention, job.seq_len)
     if job.num_shards != 1:
         sharded = ShardedState(job.model, job.train, device, job.num_shards)
-        _require(sharded, job, objective)
-        return sharded, ShardedGradient(sharded, objective)
+        return sharded, ShardedGradient(sharded, _objective(sharded, job))
     state = TrainState(job.model, job.train, device, job.invariant)
-    _require(state, job, objective)
+    objective = _objective(state, job)
     if job.invariant:
         return state, InvariantGradient(state.model, objective)
     return state, FastGradient(state.model, objective)
 
 
-def _require(state: TrainState, job: TrainJob, objective: Objective) -> None:
+def _objective(state: TrainState, job: TrainJob) -> Objective:
     if job.document_attention:
         require_document_attention(state.model)
+        for name, model in state.frozen.models.items():
+            with naming_frozen(name):
+                require_document_attention(model)
+    objective = objective_of(job.train, job.document_attention, job.seq_len, state.frozen.models)
     objective.prepare(state.model)
+    return objective
 
 
 # -------------------------------------------------------------------------------------------------------- DDP

@@ -14,16 +14,23 @@ from blake3 import blake3
 from orchestrator.checkpoint.files.manifest import PartDamage, damaged
 from orchestrator.checkpoint.files.pieces import FilePiece
 from orchestrator.checkpoint.files.reading import PointReader
-from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import Layout, Move, even_runs, readers_with
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Parcel, exchange, tensor_as_bytes
-from orchestrator.trainer.loading.state_tensors import Item, StateFiles, begin_anew, point_reader, wanted_of
+from orchestrator.trainer.loading.state_tensors import (
+    Continues,
+    Item,
+    StateFiles,
+    begin_anew,
+    point_reader,
+    wanted_of,
+)
 
 # The errors of one member that all members raise. If there are several kinds, the first one listed here is
 # raised.
-_TOLD = (DamagedPointError, ResumePointError, StorageError)
+TOGETHER = (DamagedPointError, ResumePointError, ConfigError, StorageError)
 _TOLD_BYTES = 2000
 
 Loading = Callable[[int, int], None]  # bytes read so far, and bytes to read in total
@@ -38,7 +45,7 @@ def load_together(
     files: StateFiles,
     half: Callable[[bool], None],
     loading: Loading = lambda done_bytes, num_bytes: None,
-    reset_optimizer: bool = False,
+    how: Continues = Continues(),  # noqa: B008  frozen
 ) -> None:
     """Fills the `items` of the ranks `needy` with their rows of a point, as `state_tensors.load` does.
 
@@ -49,7 +56,7 @@ def load_together(
     file system there is one on each machine. The others on that machine find the data in memory, which takes
     half the CPU time of receiving it from a peer. Data that members send each other is compared with xxh3_128
     digests. Besides the state this takes the memory of a `PointReader`, and then 64 MiB for messages. `half`
-    as in `reshard.exchange`. `reset_optimizer` as in `state_tensors.load`. `loading` is called with the bytes
+    as in `reshard.exchange`. `loading` is called with the bytes
     that this rank has read, and the total that it reads.
 
     If a member finds damage or cannot read, all members learn this before any data is sent. All then raise
@@ -66,11 +73,11 @@ def load_together(
         alike = [each for each in needy if layout.shard_of(each) == shard]
         sharing = readers_with(rank, alike, machines)
         try:
-            reader, kept = point_reader(items, point, files, reset_optimizer)
+            reader, kept = point_reader(items, point, files, how)
             runs = _read_own(reader, kept, len(sharing), sharing.index(rank), point, loading)
-        except _TOLD as error:
+        except TOGETHER as error:
             problem = error
-    _hear_of(group, problem)
+    raise_together(group, problem)
     if len(sharing) > 1:
         _exchange(group, kept, sharing, runs, half)
     if rank in needy:
@@ -144,35 +151,43 @@ def _exchange(
         raise GenerationEnded(str(error)) from error
 
 
-def _hear_of(group: Group, problem: OrchestratorError | None) -> None:
-    """Raises the same kind of error on every rank if any rank has a problem."""
-    kind = next((n for n, each in enumerate(_TOLD, 1) if isinstance(problem, each)), 0)
+def raise_together(group: Group, problem: OrchestratorError | None) -> None:
+    """Raises the same kind of error on every rank if any rank has a problem.
+
+    A problem is of one of the kinds `TOGETHER`. This is a collective.
+    """
+    kind = next((n for n, each in enumerate(TOGETHER, 1) if isinstance(problem, each)), 0)
     said = _said(problem)
-    rows = group.gather([kind, len(said)], "whether all could read the point")
+    rows = group.gather([kind, len(said)], "whether all ranks could read")
     if not any(kind for kind, _ in rows):
         return
     longest = max(num_bytes for _, num_bytes in rows)
-    texts = group.gather([*said.ljust(longest)], "why the point cannot be read")
+    texts = group.gather([*said.ljust(longest)], "what a rank cannot read")
     heard = [
         (kind, rank, bytes(texts[rank][:num_bytes]).decode(errors="replace"))
         for rank, (kind, num_bytes) in enumerate(rows)
         if kind
     ]
     kind, rank, text = min(heard)
-    if _TOLD[kind - 1] is DamagedPointError:
+    if TOGETHER[kind - 1] is DamagedPointError:
         found = [_damage(text) for each, _, text in heard if each == kind]
         raise damaged_point(list(dict.fromkeys(found)))
-    if isinstance(problem, _TOLD[kind - 1]):
+    raised: type[OrchestratorError] = TOGETHER[kind - 1]
+    if isinstance(problem, raised):
         raise problem
-    raise _TOLD[kind - 1](f"{text} (found by rank {rank})")
+    code, text = text.split("\n", 1)
+    raise raised(f"{text} (found by rank {rank})", code=code)
 
 
 def _said(problem: OrchestratorError | None) -> bytes:
-    """The text for the other ranks. For damage it has the point, the file and the reason, one line each."""
+    """The text for the other ranks, after a line with the code.
+
+    For damage it has the point, the file and the reason, one line each.
+    """
     if isinstance(problem, DamagedPointError) and problem.damages:
         first = problem.damages[0]
         return "\n".join((first.point, first.file, first.reason)).encode()[:_TOLD_BYTES]
-    return str(problem or "").encode()[:_TOLD_BYTES]
+    return b"" if problem is None else f"{problem.code}\n{problem}".encode()[:_TOLD_BYTES]
 
 
 def _damage(said: str) -> Damage:

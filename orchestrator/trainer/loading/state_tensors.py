@@ -7,7 +7,7 @@ any layout and any format. This module uses no collectives and no pickle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -155,7 +155,21 @@ def sum_of(item: Item) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- loading
-def load(items: Sequence[Item], point: str, files: StateFiles, reset_optimizer: bool = False) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continues:
+    """What a state that continues a point requires of it.
+
+    `reset_optimizer`: the point's optimizer may be another one, and its state is left out. `fixed`: the
+    digests of the weights that the state is trained with and does not contain, by their fields.
+    """
+
+    reset_optimizer: bool = False
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+
+def load(
+    items: Sequence[Item], point: str, files: StateFiles, how: Continues = Continues()  # noqa: B008  frozen
+) -> None:
     """Fills `items` with their rows of a point of any layout and verifies every byte against its digest.
 
     What the point does not have begins anew (`continued`). The caller must call `TrainState.filled`
@@ -163,21 +177,29 @@ def load(items: Sequence[Item], point: str, files: StateFiles, reset_optimizer: 
     a GPU). Raises `ResumePointError` naming the damaged file, or the tensors that only the model or only the
     point has. After an error the items may hold anything, and the state is blank.
     """
-    reader, kept = point_reader(items, point, files, reset_optimizer)
+    reader, kept = point_reader(items, point, files, how)
     fill_items(reader, point, kept)
     begin_anew(items, kept)
 
 
 def point_reader(
-    items: Sequence[Item], point: str, files: StateFiles, reset_optimizer: bool
+    items: Sequence[Item], point: str, files: StateFiles, how: Continues
 ) -> tuple[PointReader, list[Item]]:
     """Opens a reader for a point, and returns it with those of `items` that continue the point's tensors.
 
-    Raises as `continued`.
+    Raises as `continued`, and `ResumePointError` if the point was trained with other weights beside it.
     """
     manifest = files.manifest(point)
+    for name, digest in how.fixed.items():
+        if manifest.fixed.get(name, digest) != digest:
+            raise ResumePointError(
+                f"resume point {point} was trained with weights of {name} whose digest is "
+                f"{manifest.fixed[name]}, those there now have {digest}; put the files back, or give other "
+                "weights another name",
+                code="weights.changed",
+            )
     saved = {name: (tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
-    kept = continued(items, saved, f"resume point {point}", reset_optimizer)
+    kept = continued(items, saved, f"resume point {point}", how.reset_optimizer)
     pinned = any(item.tensor.is_cuda for item in items)
     return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned)), kept
 

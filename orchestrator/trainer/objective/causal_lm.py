@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,18 @@ from typing_extensions import override
 from orchestrator.objectives import Mean, Terms
 from orchestrator.trainer.model.build_model import seed_micro_batch
 from orchestrator.trainer.model.model_call import balancing_loss, call_model, may_balance
-from orchestrator.trainer.objective.linear_head import Head, find_head, loss_at_head, loss_in_logits
-from orchestrator.trainer.objective.logit_loss import LossTerms, loss_of_logits
+from orchestrator.trainer.objective.linear_head import (
+    Head,
+    find_head,
+    logits_of,
+    loss_at_head,
+    loss_in_logits,
+    require_same_vocabulary,
+)
+from orchestrator.trainer.objective.logit_loss import LossTerms, TeacherLogits, loss_of_logits
 from orchestrator.trainer.objective.micro_batches import (
     NO_LOSS,
+    NO_MODELS,
     NumberedMicroBatch,
     Objective,
     StepPlace,
@@ -23,11 +32,13 @@ from orchestrator.trainer.objective.micro_batches import (
 )
 
 _CROSS_ENTROPY, _Z_LOSS, _ROUTER_LOSS = "cross_entropy", "z_loss", "router_loss"
+_DISTILLATION = "distillation"  # T² · KL, without its weight
 
 
 class CausalLM(Objective):
     """Cross-entropy (nats) of the labels, and the model's own router loss.
 
+    With a teacher, which is one of the frozen models, the cross-entropy is mixed with the divergence from it.
     If there are other terms than the cross-entropy, each is a metric: a mean over the targets, as it is part
     of the loss.
     """
@@ -38,21 +49,30 @@ class CausalLM(Objective):
         precision: str,
         by_document: bool,
         num_positions: int,
-        arguments: Mapping[str, float] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, nn.Module] = NO_MODELS,
     ) -> None:
         """`by_document`: tokens attend only to their own document. `num_positions`: of the largest
-        micro-batch. `arguments`: those of `LossTerms`.
+        micro-batch. `arguments`: those of `LossTerms`, and `teacher`, a name of `frozen`.
         """
         self._num_positions = num_positions
         self._seed, self._precision, self._by_document = seed, precision, by_document
-        self._of = LossTerms(**(arguments or {}))
+        named = dict(arguments or {})
+        self._frozen, self._teacher = frozen, named.pop("teacher", None)
+        self._of = LossTerms(**named)
         self._head: Head | None = None
+        self._teachers_head: Head | None = None
         self.metric_names: tuple[str, ...] = ()
 
     @override
     def prepare(self, model: nn.Module) -> None:
         self._head = find_head(model, self._num_positions, self._by_document)
+        if self._teacher is not None:
+            teacher = self._frozen[self._teacher]
+            require_same_vocabulary(model, teacher, f"model.frozen.{self._teacher}")
+            self._teachers_head = find_head(teacher, self._num_positions, self._by_document)
         others = [_Z_LOSS] if self._of.z_loss else []
+        others += [_DISTILLATION] if self._teacher is not None else []
         others += [_ROUTER_LOSS] if may_balance(model) else []
         if others or self._of.label_smoothing:
             self.metric_names = tuple(sorted((_CROSS_ENTROPY, *others)))
@@ -69,15 +89,38 @@ class CausalLM(Objective):
         documents = batch.document_ids.long() if self._by_document else None
         is_padding = batch.document_ids < 0 if micro.has_padding else None
         input_ids, labels = batch.input_ids.long(), batch.labels.long()
+        teacher = self._teachers_logits(input_ids, documents, is_padding)
         found = causal_lm_terms(
-            model, input_ids, labels, self._precision, documents, is_padding, self._of, self._head
+            model, input_ids, labels, self._precision, documents, is_padding, self._of, self._head, teacher
         )
         metrics = {name: found.metrics.get(name, Mean(0.0, 0.0)) for name in self.metric_names}
         return Terms(found.loss_sum, metrics, found.per_token)
 
+    def _teachers_logits(
+        self, input_ids: Tensor, documents: Tensor | None, is_padding: Tensor | None
+    ) -> TeacherLogits | None:
+        if self._teacher is None:
+            return None
+        teacher = self._frozen[self._teacher]
+
+        def call() -> Any:
+            return call_model(teacher, input_ids, documents, is_padding)
+
+        with torch.no_grad(), products_in(self._precision, input_ids.device.type):
+            found = logits_of(teacher, self._teachers_head, call)
+            if found is None:
+                self._teachers_head = None
+                found = logits_of(teacher, None, call)
+        return found
+
     @override
     def empty(self, device: torch.device) -> NumberedMicroBatch:
         return empty_micro_batch(device, seq_len=2, label=NO_LOSS)
+
+
+def products_in(precision: str, kind: str) -> AbstractContextManager[Any]:
+    """Within the block, products on a device of this kind are computed as `train.precision` says."""
+    return torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def causal_lm_terms(
@@ -89,12 +132,14 @@ def causal_lm_terms(
     is_padding: Tensor | None = None,
     of: LossTerms = LossTerms(),  # noqa: B008  immutable
     head: Head | None = None,
+    teacher: TeacherLogits | None = None,
 ) -> Terms:
     """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32.
 
-    It is 0 if there is no target. It is the cross-entropy. If the model returns a router's balancing loss,
-    that loss times the model's coefficient and the number of targets is added (see `balancing_loss`). The
-    metrics are its parts, if there are others than the cross-entropy. `per_token` is the cross-entropy.
+    It is 0 if there is no target. It is the cross-entropy, with a `teacher` as `LossTerms` says. If the model
+    returns a router's balancing loss, that loss times the model's coefficient and the number of targets is
+    added (see `balancing_loss`). The metrics are its parts, if there are others than the cross-entropy.
+    `per_token` is the cross-entropy.
 
     `model(input_ids)` returns logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
     With `document_ids`, each token attends only to its own document (`completed_inputs`). Labels are
@@ -105,25 +150,27 @@ def causal_lm_terms(
     `head`: the model's linear head, if there is one (`find_head`). Where it is large, the
     logits of only some positions exist at a time.
     """
-    kind = input_ids.device.type
     targets = labels.flatten().long()
-    autocast = torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext()
-    with loss_at_head(model, head, targets, of) as at_head, autocast:
+    autocast = products_in(precision, input_ids.device.type)
+    with loss_at_head(model, head, targets, of, teacher) as at_head, autocast:
         output = call_model(model, input_ids, document_ids, is_padding)
     logits = output if isinstance(output, Tensor) else output.logits
     if at_head:
         sums, loss = at_head[0], loss_in_logits(logits)
     else:
-        sums = loss_of_logits(logits.float().flatten(0, 1), targets, of)
+        theirs = None if teacher is None else teacher(slice(None))
+        sums = loss_of_logits(logits.float().flatten(0, 1), targets, of, theirs)
         loss = sums.loss
     per_token = sums.entropies.view_as(labels)
     balancing = balancing_loss(model, output)
-    if balancing is None and not of.z_loss and not of.label_smoothing:
+    if balancing is None and not of.z_loss and not of.label_smoothing and teacher is None:
         return Terms(loss, per_token=per_token)
     num_targets = (targets != NO_LOSS).sum()
     metrics = {_CROSS_ENTROPY: Mean(sums.entropies.sum(), num_targets)}
     if of.z_loss:
         metrics[_Z_LOSS] = Mean(sums.z_loss, num_targets)
+    if teacher is not None:
+        metrics[_DISTILLATION] = Mean(sums.divergence, num_targets)
     if balancing is not None and int(num_targets):  # for padding alone the balancing loss is 0/0
         router_loss = num_targets * balancing.float()
         metrics[_ROUTER_LOSS] = Mean(router_loss.detach(), num_targets)

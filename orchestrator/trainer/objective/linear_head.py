@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.factory_output import without_weights
 from orchestrator.trainer.model.model_call import call_model
-from orchestrator.trainer.objective.logit_loss import LossSums, LossTerms, loss_of_hidden, positions_per_chunk
+from orchestrator.trainer.objective.logit_loss import (
+    LossSums,
+    LossTerms,
+    TeacherLogits,
+    loss_of_hidden,
+    positions_per_chunk,
+    product_type,
+)
 
 _NUM_TOKENS = 2
 # Operations on each logit alone: models scale logits, cap them, and cast them.
@@ -42,6 +50,37 @@ def find_head(model: nn.Module, num_positions: int, by_document: bool) -> Head |
     }
     if not large:
         return None
+    logits = _trial(model, by_document)
+    try:
+        name = _last_called(large, logits)
+        return None if name is None else _tried(name, large[name], logits)
+    except Exception:  # noqa: BLE001  user code, or an operation that the meta device does not support
+        return None
+
+
+def require_same_vocabulary(model: nn.Module, teacher: nn.Module, field: str) -> None:
+    """Raises `ConfigError` if the logits of model and teacher are not of the same number of ids.
+
+    `field` names the teacher. A model that does not run without weights is not checked.
+    """
+    sizes = [_logits_without_weights(each) for each in (model, teacher)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{field} gives logits of {sizes[1]:,} ids, the model of {sizes[0]:,}; take a teacher with the "
+            "same vocabulary",
+            code="objective.teacher_vocabulary",
+        )
+
+
+def _logits_without_weights(model: nn.Module) -> int | None:
+    try:
+        return int(_trial(model, by_document=False)().shape[-1])
+    except Exception:  # noqa: BLE001  user code, or an operation that the meta device does not support
+        return None
+
+
+def _trial(model: nn.Module, by_document: bool) -> Callable[[], Any]:
+    """Returns a function that calls the model without its weights, and returns logits."""
     tensors = {
         name: torch.empty_like(parameter, device="meta").requires_grad_(parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -53,13 +92,9 @@ def find_head(model: nn.Module, num_positions: int, by_document: bool) -> Head |
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
         with without_weights():
             called = torch.func.functional_call(_Called(model), named, (ids, ids if by_document else None))
-        return called if isinstance(called, Tensor) else called.logits
+        return _logits_in(called)
 
-    try:
-        name = _last_called(large, logits)
-        return None if name is None else _tried(name, large[name], logits)
-    except Exception:  # noqa: BLE001  user code, or an operation that the meta device does not support
-        return None
+    return logits
 
 
 def _last_called(modules: Mapping[str, nn.Module], logits: Callable[[], Any]) -> str | None:
@@ -100,7 +135,11 @@ def _tried(name: str, linear: nn.Module, logits: Callable[[], Any]) -> Head | No
 
 @contextmanager
 def loss_at_head(
-    model: nn.Module, head: Head | None, targets: Tensor, of: LossTerms
+    model: nn.Module,
+    head: Head | None,
+    targets: Tensor,
+    of: LossTerms,
+    teacher: TeacherLogits | None = None,
 ) -> Iterator[list[LossSums]]:
     """Within the block, the head computes the loss of `targets` (positions) instead of logits.
 
@@ -118,12 +157,43 @@ def loss_at_head(
     def forward(hidden: Tensor) -> Tensor:
         if len(targets) <= size:
             return nn.functional.linear(hidden, linear.weight, linear.bias)
-        sums = loss_of_hidden(hidden.flatten(0, -2), linear, head.finish, targets, of, size)
+        sums = loss_of_hidden(hidden.flatten(0, -2), linear, head.finish, targets, of, size, teacher)
         found.append(sums)
         return _Logits.of(sums.loss)
 
     with _forward_replaced(linear, forward):
         yield found
+
+
+def logits_of(model: nn.Module, head: Head | None, call: Callable[[], Any]) -> TeacherLogits | None:
+    """Returns the logits of the model, which `call` calls without gradients, for ranges of its positions.
+
+    With a head they are computed for a range when they are asked for; the whole logits never exist. None if
+    the weights of the head are gone after the call, because FSDP2 gathers them apart from the others.
+    """
+    if head is None:
+        logits = _logits_in(call()).flatten(0, 1)
+        return lambda at: logits[at].float()
+    linear: Any = model.get_submodule(head.name)
+    given: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        dtype = product_type(hidden.device.type, linear.weight)
+        bias = None if linear.bias is None else linear.bias.to(dtype)
+        given.append((hidden.flatten(0, -2).to(dtype), linear.weight.to(dtype), bias))
+        return _Logits.of(hidden.new_empty(()))
+
+    with _forward_replaced(linear, forward):
+        call()
+    hidden, weight, bias = given[-1]
+    if not weight.untyped_storage().size():
+        return None
+    return lambda at: head.finish(nn.functional.linear(hidden[at], weight, bias)).float()
+
+
+def _logits_in(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found
 
 
 def loss_in_logits(logits: Tensor) -> Tensor:

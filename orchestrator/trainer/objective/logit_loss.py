@@ -27,31 +27,43 @@ class LossTerms:
     `label_smoothing`: the share of each target that is spread over all ids.
     `logit_softcap`: c in c·tanh(logits / c), which is applied to the model's logits (Gemma 2,
     arXiv:2408.00118, section 2); None: the logits are used as they are.
+    `teacher_weight`, `temperature`: w and T in (1 − w) · cross-entropy + w · T² · KL, where KL is the
+    divergence of softmax(logits / T) from that of a teacher's logits (Hinton et al., arXiv:1503.02531,
+    section 2). They count where there is a teacher.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     logit_softcap: float | None = None
+    teacher_weight: float = 0.5
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSums:
     """The loss of positions and its parts, in nats, float32.
 
-    `loss`: the sum that is differentiated: cross-entropy with smoothed labels, and z-loss. `z_loss`: its sum,
-    0 without one. `entropies` (positions): the cross-entropy of each target, 0 without a target. Only `loss`
-    has a gradient.
+    `loss`: the sum that is differentiated: cross-entropy with smoothed labels, mixed with the divergence from
+    a teacher, and z-loss. `z_loss`, `divergence` (T² · KL, without its weight): their sums, 0 without them.
+    `entropies` (positions): the cross-entropy of each target, 0 without a target. Only `loss` has a gradient.
     """
 
     loss: Tensor
     z_loss: Tensor
+    divergence: Tensor
     entropies: Tensor
 
 
-def loss_of_logits(logits: Tensor, targets: Tensor, of: LossTerms) -> LossSums:
+# Maps a range of positions to a teacher's logits there (positions, vocabulary), float32 and without gradient.
+TeacherLogits = Callable[[slice], Tensor]
+
+
+def loss_of_logits(
+    logits: Tensor, targets: Tensor, of: LossTerms, teacher: Tensor | None = None
+) -> LossSums:
     """Returns the sums of `logits` (positions, vocabulary, float32) and `targets` (positions, int64).
 
-    A position whose target is −100 adds nothing.
+    `teacher`: the logits of a teacher. A position whose target is −100 adds nothing.
     """
     if of.logit_softcap is not None:
         logits = of.logit_softcap * torch.tanh(logits / of.logit_softcap)
@@ -63,12 +75,19 @@ def loss_of_logits(logits: Tensor, targets: Tensor, of: LossTerms) -> LossSums:
     if of.label_smoothing:  # as in nn.functional.cross_entropy
         spread = torch.where(targets != NO_LOSS, -log_probs.mean(-1), 0.0).sum()
         loss = (1 - of.label_smoothing) * loss + of.label_smoothing * spread
-    z_loss = torch.zeros_like(loss)
+    z_loss = divergence = torch.zeros_like(loss)
+    if teacher is not None:
+        ours, theirs = ((each / of.temperature).log_softmax(-1) for each in (logits, teacher))
+        of_each = nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+        divergence = of.temperature**2 * torch.where(targets != NO_LOSS, of_each, 0.0).sum()
+        loss = (1 - of.teacher_weight) * loss + of.teacher_weight * divergence
     if of.z_loss:
         squares = logits.logsumexp(-1) ** 2
         z_loss = of.z_loss * torch.where(targets != NO_LOSS, squares, 0.0).sum()
         loss = loss + z_loss
-    return LossSums(loss=loss, z_loss=z_loss.detach(), entropies=entropies)
+    return LossSums(
+        loss=loss, z_loss=z_loss.detach(), divergence=divergence.detach(), entropies=entropies
+    )
 
 
 # ------------------------------------------------------------------------------------------------- in chunks
@@ -81,6 +100,11 @@ def positions_per_chunk(vocabulary: int) -> int:
     return max(_MIN_POSITIONS, _MIN_LOGITS // vocabulary)
 
 
+def product_type(kind: str, weight: Tensor) -> torch.dtype:
+    """Returns the type in which a product with `weight` on a device of this kind is computed."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
 def loss_of_hidden(
     hidden: Tensor,
     head: nn.Linear,
@@ -88,6 +112,7 @@ def loss_of_hidden(
     targets: Tensor,
     of: LossTerms,
     size: int,
+    teacher: TeacherLogits | None = None,
 ) -> LossSums:
     """Returns `loss_of_logits(finish(head(hidden)))`, computed for `size` positions at a time.
 
@@ -96,15 +121,13 @@ def loss_of_hidden(
     Kernel, arXiv:2410.10989, section 3.2). Products have the type that autocast gives them; the gradient of
     the weight is summed in float32.
     """
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else head.weight.dtype
+    dtype = product_type(hidden.device.type, head.weight)
     with_gradient = torch.is_grad_enabled()
     chunks: Any = _Chunks
-    loss, z_loss, entropies = chunks.apply(
-        hidden, head.weight, head.bias, finish, targets, of, size, dtype, with_gradient
+    loss, z_loss, divergence, entropies = chunks.apply(
+        hidden, head.weight, head.bias, finish, targets, of, size, teacher, dtype, with_gradient
     )
-    return LossSums(loss=loss, z_loss=z_loss, entropies=entropies)
+    return LossSums(loss=loss, z_loss=z_loss, divergence=divergence, entropies=entropies)
 
 
 class _Chunks(torch.autograd.Function):
@@ -120,9 +143,10 @@ class _Chunks(torch.autograd.Function):
         targets: Tensor,
         of: LossTerms,
         size: int,
+        teacher: TeacherLogits | None,
         dtype: torch.dtype,
         with_gradient: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         inputs, factor = hidden.detach().to(dtype), weight.detach().to(dtype)
         shift = None if bias is None else bias.detach().to(dtype)
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
@@ -135,9 +159,10 @@ class _Chunks(torch.autograd.Function):
             for first in range(0, len(targets), size):
                 at = slice(first, first + size)
                 logits = nn.functional.linear(inputs[at], factor, shift)
+                theirs = None if teacher is None else teacher(at)
                 with torch.set_grad_enabled(any(wanted)):
                     logits.requires_grad_(any(wanted))
-                    found.append(loss_of_logits(finish(logits).float(), targets[at], of))
+                    found.append(loss_of_logits(finish(logits).float(), targets[at], of, theirs))
                 if not any(wanted):
                     continue
                 (d_logits,) = torch.autograd.grad(found[-1].loss, logits)
@@ -151,8 +176,9 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         entropies = torch.cat([sums.entropies for sums in found])
         z_loss = torch.stack([sums.z_loss for sums in found]).sum()
-        ctx.mark_non_differentiable(entropies, z_loss)
-        return torch.stack([sums.loss.detach() for sums in found]).sum(), z_loss, entropies
+        divergence = torch.stack([sums.divergence for sums in found]).sum()
+        ctx.mark_non_differentiable(z_loss, divergence, entropies)
+        return torch.stack([sums.loss.detach() for sums in found]).sum(), z_loss, divergence, entropies
 
     @staticmethod
     @once_differentiable
@@ -161,7 +187,7 @@ class _Chunks(torch.autograd.Function):
             None if gradient is None else (gradient * d_loss).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         ]
-        return (*gradients, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +16,7 @@ from orchestrator.planning import batches
 from orchestrator.records.steps import BatchSlice
 
 NO_LOSS = -100  # the label of a position without a target
+NO_MODELS: Mapping[str, nn.Module] = MappingProxyType({})
 _INT32 = 1 << 31
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import nn
+
 from orchestrator.config.sections import BUILT_IN, TrainConfig
 from orchestrator.records.steps import BatchSlice
 from orchestrator.trainer.objective.causal_lm import CausalLM
-from orchestrator.trainer.objective.micro_batches import Objective
+from orchestrator.trainer.objective.micro_batches import NO_MODELS, Objective
 from orchestrator.trainer.objective.plug_in import PlugIn
 
 
-def objective_of(train: TrainConfig, by_document: bool, seq_len: int) -> Objective:
+def objective_of(
+    train: TrainConfig, by_document: bool, seq_len: int, frozen: Mapping[str, nn.Module] = NO_MODELS
+) -> Objective:
     """Returns the objective of `train`, not prepared for a model.
 
-    `by_document`: tokens attend only to their own document. Raises `ConfigError` if the function of a plug-in
+    `by_document`: tokens attend only to their own document. `frozen`: the models of `model.frozen`; the
+    mapping may get other modules in each generation. Raises `ConfigError` if the function of a plug-in
     cannot be called.
     """
     seed, precision, arguments = train.seed, train.precision, train.objective_args
     if train.objective == BUILT_IN:
-        return CausalLM(seed, precision, by_document, train.micro_batch_size * seq_len, arguments)
-    return PlugIn(train.objective, arguments, seed, precision, by_document, seq_len)
+        num_positions = train.micro_batch_size * seq_len
+        return CausalLM(seed, precision, by_document, num_positions, arguments, frozen)
+    return PlugIn(train.objective, arguments, seed, precision, by_document, seq_len, frozen)
 
 
 def step_units(train: TrainConfig, batch: BatchSlice) -> float:

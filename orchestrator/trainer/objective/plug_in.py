@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from orchestrator.trainer.model.build_model import seed_micro_batch
 from orchestrator.trainer.model.factory_output import is_of_this_machine, without_weights
 from orchestrator.trainer.model.model_call import completed_inputs, input_names
 from orchestrator.trainer.objective.micro_batches import (
+    NO_MODELS,
     NumberedMicroBatch,
     Objective,
     StepPlace,
@@ -56,12 +58,16 @@ class PlugIn(Objective):
         precision: str,
         by_document: bool,
         seq_len: int,
+        frozen: Mapping[str, nn.Module] = NO_MODELS,
     ) -> None:
-        """Raises `ConfigError` if there is no function `path`, or if it does not take `arguments`."""
+        """`frozen`: as in `objective_of`.
+
+        Raises `ConfigError` if there is no function `path`, or if it does not take `arguments`.
+        """
         self._path, self._arguments = path, dict(arguments)
         self._function = find_function("train.objective", path, "objective.not_callable", 3, self._arguments)
         self._seed, self._precision, self._by_document = seed, precision, by_document
-        self._seq_len = seq_len
+        self._seq_len, self.frozen = seq_len, frozen
         self._tried = False
 
     @override
@@ -102,7 +108,7 @@ class PlugIn(Objective):
         """Evaluates the objective twice more in the first step, and in one of 1,000 steps after it."""
         if place.step % _CHECK_EVERY != 1:
             return
-        before = _versions(model)
+        before = self._versions(model)
         collective = self._wrong(
             "calls a collective, and the ranks evaluate it a different number of times; leave sums over "
             "ranks to the metrics",
@@ -111,7 +117,8 @@ class PlugIn(Objective):
         with nullcontext() if _is_sharded(model) else refusing(collective):
             first = _values(self.terms(model, micro, place))
         second = _values(self.terms(model, micro, place))
-        changed = [name for name, version in _versions(model).items() if before.get(name, version) != version]
+        now = self._versions(model)
+        changed = [name for name, version in now.items() if before.get(name, version) != version]
         if changed:
             raise self._wrong(
                 f"changes the model's {', '.join(changed[:_NAMED])}; it must change no weights and buffers",
@@ -138,10 +145,11 @@ class PlugIn(Objective):
             step=place.step,
             consumed_tokens=place.consumed_tokens,
             generator=torch.Generator(device).manual_seed(seed),
+            frozen=MappingProxyType(self.frozen),
         )
         kind = device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._precision == "bf16" else nullcontext()
-        with autocast, self._inputs_completed(model, micro):
+        with autocast, self._inputs_completed(model, micro), self._frozen_completed(micro):
             try:
                 found = self._function(model, batch, context, **self._arguments)
             except (Exception, SystemExit) as error:
@@ -157,8 +165,25 @@ class PlugIn(Objective):
         # 0 is NaN
         return empty_micro_batch(device, self._seq_len, label=0)
 
+    def _versions(self, model: nn.Module) -> dict[str, tuple[int, int]]:
+        """Identifies each tensor of the models and how often it was written to."""
+        found = _versions(model)
+        for of, frozen in self.frozen.items():
+            found |= {f"frozen[{of!r}].{name}": version for name, version in _versions(frozen).items()}
+        return found
+
     @contextmanager
-    def _inputs_completed(self, model: nn.Module, micro: NumberedMicroBatch) -> Iterator[None]:
+    def _frozen_completed(self, micro: NumberedMicroBatch) -> Iterator[None]:
+        """`_inputs_completed` for each of the frozen models, which need not be called."""
+        with ExitStack() as stack:
+            for model in self.frozen.values():
+                stack.enter_context(self._inputs_completed(model, micro, must_be_called=False))
+            yield
+
+    @contextmanager
+    def _inputs_completed(
+        self, model: nn.Module, micro: NumberedMicroBatch, must_be_called: bool = True
+    ) -> Iterator[None]:
         """Within the block, `model(input_ids)` is called with the micro-batch's document borders and padding.
 
         Raises `TrainingError` if these are not known for what the model is called with, or if the model is
@@ -196,7 +221,7 @@ class PlugIn(Objective):
                 yield
             finally:
                 handle.remove()
-        if documents is not None and not num_calls:
+        if documents is not None and must_be_called and not num_calls:
             raise self._wrong(
                 "calls only parts of the model, and pack.document_attention=true: document borders reach "
                 "them only through the model itself; call the model, or set pack.document_attention=false",

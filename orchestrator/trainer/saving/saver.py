@@ -187,6 +187,7 @@ class Saver:
             records=tuple(records),
             peak_memory_bytes=peak_memory_bytes,
             layout=(plan.layout.num_shards, plan.layout.num_replicas),
+            fixed=dict(state.fixed) if view.rank == 0 else {},
         )
         with self._changed:
             self._save = _Save(

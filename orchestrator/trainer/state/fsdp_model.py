@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from orchestrator.checkpoint.files.manifest import MODEL
+from orchestrator.planning.state.state_layout import Layout, held_rows
+from orchestrator.trainer.loading.state_tensors import Item, whole_item
 from orchestrator.trainer.weights.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
@@ -93,6 +96,27 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return model
+
+
+def shard_items(model: nn.Module, names: Iterable[str], layout: Layout, rank: int) -> list[Item]:
+    """Returns the tensors `names` of a model of `shard_model` as items, with the rows that this rank holds.
+
+    The rows share memory with FSDP2's shards.
+    """
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    items = []
+    for name in names:
+        if name in buffers:
+            items.append(whole_item(MODEL, name, buffers[name], sharded=False))
+            continue
+        parameter = held[name]
+        whole = whole_item(MODEL, name, parameter, sharded=True).whole
+        own = held_rows(whole, layout.num_shards, layout.shard_of(rank))
+        rows = nn.Parameter(local_rows(parameter), requires_grad=parameter.requires_grad)
+        assert rows.shape[0] == len(own), f"FSDP2 holds {rows.shape[0]} rows of {name}, not {own}"
+        items.append(Item(whole=whole, tensor=rows, first_row=own.start))
+    return items
 
 
 def _shard_other_types(

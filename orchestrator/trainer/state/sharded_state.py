@@ -17,12 +17,20 @@ from typing_extensions import override
 
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import ConfigError
-from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of
-from orchestrator.trainer.loading.state_tensors import Item, begin_anew, own_tensors, whole_item
+from orchestrator.planning.state.state_layout import Layout, layout_of
+from orchestrator.trainer.loading.state_tensors import Item, begin_anew, own_tensors
 from orchestrator.trainer.model.build_model import bare_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.whole_parameters import Shards
-from orchestrator.trainer.state.fsdp_model import Wrapping, blocks_of, local_rows, shard_model, skeleton_of
+from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards, copy_rows
+from orchestrator.trainer.state.fsdp_model import (
+    Wrapping,
+    blocks_of,
+    local_rows,
+    shard_items,
+    shard_model,
+    skeleton_of,
+)
 from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
 from orchestrator.trainer.weights.initial import fill_rows
@@ -64,6 +72,7 @@ class ShardedState(TrainState):
                 "whose modules share no weight with others; set both to none",
                 code="model.no_blocks",
             )
+        self.frozen: FrozenModels = FrozenShards(model, train, device)
         self._names = list(_own_tensors(self._skeleton))
         self.model = self._skeleton
         self._mesh: DeviceMesh | None = None
@@ -87,8 +96,10 @@ class ShardedState(TrainState):
         layout = self.layout_on(view.world_size)
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
+        self.frozen.form(self._mesh, layout, view.rank)
         self._layout, self._rank = layout, view.rank
-        self._rows = OwnRows(self._model_items(), self._settings, self._train.ema, self._device)
+        items = shard_items(self.model, self._names, layout, view.rank)
+        self._rows = OwnRows(items, self._settings, self._train.ema, self._device)
         self._untouched = False
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
@@ -113,6 +124,7 @@ class ShardedState(TrainState):
         Before `formed`, the previous tensors become the state again.
         """
         self.model, self._mesh = self._skeleton, None
+        self.frozen.leave()
         if self._before is not None:
             (self._layout, self._rank, self._rows), self._before = self._before, None
         if self._group is not None:
@@ -127,22 +139,6 @@ class ShardedState(TrainState):
         """The mesh of the generation, with the dimensions "replicate" (for HSDP) and "shard"."""
         assert self._mesh is not None, "there is a mesh within a generation"
         return self._mesh
-
-    def _model_items(self) -> list[Item]:
-        held: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        items = []
-        for name in self._names:
-            if name in buffers:
-                items.append(whole_item(MODEL, name, buffers[name], sharded=False))
-                continue
-            parameter = held[name]
-            whole = whole_item(MODEL, name, parameter, sharded=True).whole
-            own = held_rows(whole, self._layout.num_shards, self._layout.shard_of(self._rank))
-            rows = nn.Parameter(local_rows(parameter), requires_grad=parameter.requires_grad)
-            assert rows.shape[0] == len(own), f"FSDP2 holds {rows.shape[0]} rows of {name}, not {own}"
-            items.append(Item(whole=whole, tensor=rows, first_row=own.start))
-        return items
 
     # ------------------------------------------------------------------------------------------------- steps
     def take_gradients(self) -> None:
@@ -207,11 +203,8 @@ class ShardedState(TrainState):
         if not (from_files and fill_rows(self._config, self._skeleton, weights)):
             values = self._first_values()
             for item in weights:
-                rows = item.tensor
-                if rows.numel():
-                    whole = values(item.name)
-                    mine = whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole
-                    rows.copy_(mine)
+                if item.tensor.numel():
+                    copy_rows(item, values(item.name))
         begin_anew(items, weights)
         self.filled()
         self._untouched = True

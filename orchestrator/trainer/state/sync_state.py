@@ -6,13 +6,13 @@ view defines the members and the parent state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from orchestrator.errors import TrainingError
+from orchestrator.errors import ConfigError, OrchestratorError, TrainingError
 from orchestrator.faults import Hook
 from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.records.cursor import Cursor
@@ -20,8 +20,8 @@ from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Resharding, tensor_as_bytes
-from orchestrator.trainer.loading.shared_loading import Loading, load_together
-from orchestrator.trainer.loading.state_tensors import StateFiles, digest_of, share_sum
+from orchestrator.trainer.loading.shared_loading import Loading, load_together, raise_together
+from orchestrator.trainer.loading.state_tensors import Continues, StateFiles, digest_of, share_sum
 from orchestrator.trainer.state.train_state import TrainState
 
 
@@ -113,6 +113,7 @@ def sync_state(
     num_shards = state.layout_on(view.world_size).num_shards
     rows = group.compare(config_digest, num_shards, [int(holds), int(holds and state.committed)])
     state.form(group)
+    state.fixed = _fixed_digests(group, state)
     if view.source_rank is not None:
         _check_holders(view, [bool(row[0]) for row in rows])
         committed = any(row[1] for row in rows)
@@ -132,6 +133,43 @@ def sync_state(
     state.formed()
     state.key, state.cursor, state.committed = key, cursor, committed
     return all(row[0] for row in warms)
+
+
+_LIMBS = range(0, 128, 32)  # of a sum of rows
+
+
+def _fixed_digests(group: Group, state: TrainState) -> Mapping[str, str]:
+    """Reads the weights that the state is trained with and does not contain, and returns their digests.
+
+    This is a collective. Raises `ConfigError` if the replicas have read different weights, and the error of a
+    rank that could not read its rows.
+    """
+    if not state.has_fixed:
+        return {}
+    sums, problem = dict[str, int](), None
+    try:
+        sums = dict(state.fixed_sums())
+    except OrchestratorError as error:
+        problem = error
+    raise_together(group, problem)
+    limbs = [total >> at & 0xFFFFFFFF for total in sums.values() for at in _LIMBS]
+    rows = group.gather(limbs, "comparing the weights that are not trained")
+    found = dict[str, str]()
+    for number, name in enumerate(sums):
+        of_ranks = [
+            sum(row[number * len(_LIMBS) + limb] << at for limb, at in enumerate(_LIMBS)) for row in rows
+        ]
+        size = state.layout.num_shards
+        digests = [weights_sum(of_ranks[first : first + size]) for first in range(0, len(rows), size)]
+        for replica, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise ConfigError(
+                    f"{name}: rank {replica * size} reads weights with digest {digest}, rank 0 with "
+                    f"{digests[0]}; its folder must hold the same files on all machines",
+                    code="weights.differ",
+                )
+        found[name] = digests[0]
+    return found
 
 
 def own_shard(view: GenerationView) -> int | None:
@@ -176,7 +214,7 @@ def _from_storage(
             sources.files,
             half,
             sources.loading,
-            sources.reset_optimizer,
+            Continues(reset_optimizer=sources.reset_optimizer, fixed=state.fixed),
         )
         if blank:
             state.filled()

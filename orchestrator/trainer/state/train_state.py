@@ -33,6 +33,7 @@ from orchestrator.trainer.model.build_model import build_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
 from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
+from orchestrator.trainer.state.frozen_models import FrozenModels, frozen_field
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
@@ -145,6 +146,9 @@ class TrainState:
     `key` is None while the member is blank: its contents must then not be used or sent. `committed`: a
     committed resume point holds this very state. Code that writes to the items must call `writable` before;
     `apply` and `initialise` do.
+
+    `frozen`: the models of `model.frozen`. `fixed`: the digests of the weights that the state is trained with
+    and does not contain, by their fields, once the group has agreed on them.
     """
 
     sharded = False  # whether members hold different rows
@@ -153,6 +157,7 @@ class TrainState:
         self._begin_blank()
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
+        self.frozen = FrozenModels(model, train, device, invariant)
         # holds the initial weights; those of another folder are read only by a member that needs them
         self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
@@ -168,6 +173,7 @@ class TrainState:
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
+        self.fixed: Mapping[str, str] = {}
         self._layout, self._rank = Layout(num_shards=1, num_replicas=1), 0
         self._received: _Received | None = None
 
@@ -245,6 +251,19 @@ class TrainState:
     def formed(self) -> None:
         """Drops the previous tensors: all members have what they need of them."""
         self._received = None
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether the state is trained with weights that it does not contain."""
+        return bool(self.frozen.models)
+
+    def fixed_sums(self) -> Mapping[str, int]:
+        """Returns the sums of this member's shard of the weights of `fixed`, by their fields.
+
+        Reads them if they are not read yet. Raises `ConfigError` and `StorageError`.
+        """
+        self.frozen.read()
+        return {frozen_field(name): found for name, found in self.frozen.sums().items()}
 
     def leave(self) -> None:
         """Ends the generation: nothing refers to its process group any more. The tensors stay."""

@@ -1,0 +1,161 @@
+"""Builds a job's models on torch's meta device, where they have no weights, and measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.planning.state.memory import ModelSize
+from orchestrator.trainer.model.model_settings import require_known_keys
+
+if TYPE_CHECKING:
+    from orchestrator.config.sections import ModelConfig
+
+# The largest size of a model's weights, and of its logits, for which a forward pass is run with weights
+SMALL_BYTES = 512 << 20
+# Errors that the code itself causes, not the machine
+_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
+
+
+def model_on_meta(
+    config: ModelConfig, device_type: str, invariant: bool, precision: str, by_document: bool
+) -> tuple[Any, str]:
+    """Builds a model on the meta device, and checks that its weights fit and that it can attend as required.
+
+    Returns None and a note with the reason if it cannot be built here.
+    """
+    import torch
+
+    from orchestrator.trainer.model import build_model as models
+    from orchestrator.trainer.model.model_call import require_document_attention
+    from orchestrator.trainer.model.model_settings import without_cache
+    from orchestrator.trainer.weights.initial import require_fit
+    from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
+
+    note = ""
+    if config.factory is None:
+        with torch.device("meta"):
+            settings, attention = transformers_settings(config, device_type, invariant)
+            if config.config is not None:
+                dtype = str(models.weights_dtype(precision)).removeprefix("torch.")
+                require_known_keys(config.config, settings, dtype)
+            model: Any = shape_only(config, settings, attention)
+            without_cache(model)
+    else:
+        model, note = _from_factory(config, precision)
+        if model is None:
+            return None, note
+    if by_document:
+        require_document_attention(model)
+    if config.init_from is not None:
+        with torch.device("meta"):
+            require_fit(config, model)
+    return model, note
+
+
+def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
+    """Builds the factory's model without its weights, or with them if it needs values.
+
+    Returns None and a note with the reason if it cannot be built here.
+    """
+    import torch
+
+    from orchestrator.trainer.model import build_model as models
+    from orchestrator.trainer.model.factory_output import is_of_this_machine, refused, require_state
+
+    name, function = model_name(config), models.find_factory(config)
+    try:
+        with torch.device("meta"):
+            made = function(**config.factory_args)
+    except Exception as error:  # noqa: BLE001  it may work on a real device
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            made = function(**config.factory_args)
+        except Exception as again:
+            if isinstance(again, _MISTAKES) and not is_of_this_machine(again):
+                raise refused(f"{name} raises {type(again).__name__}: {again}; correct it") from again
+            return None, (
+                f"{name} does not work on torch's meta device ({reason}), nor on this machine's CPU "
+                f"({type(again).__name__}: {again}): whether it gives a model shows when the workers call it"
+            )
+    model = models.made_by_factory(config, made)
+    models.cast_state(model, models.weights_dtype(precision))
+    require_state(model, name)
+    return model, ""
+
+
+def model_name(config: ModelConfig) -> str:
+    """Returns the model's configuration field, for messages."""
+    for field in ("factory", "pretrained"):
+        if (value := getattr(config, field)) is not None:
+            return f"model.{field}={value}"
+    return f"model.config of type {(config.config or {}).get('model_type')}"
+
+
+def scalars_of(model: Any) -> tuple[str, ...]:
+    """Returns the names of parameters without dimensions."""
+    return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
+
+
+def size_of(model: Any) -> ModelSize:
+    """Returns the model's size, with the blocks that are gathered one after the other.
+
+    The width of the blocks and the number of logits are 0 if the model does not provide them.
+    """
+    from orchestrator.trainer.model.model_settings import text_config
+    from orchestrator.trainer.state.fsdp_model import blocks_of
+
+    scalars = scalars_of(model)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    parameters = list(model.parameters())
+    num = sum(p.numel() for p in parameters)
+    hidden, head = getattr(text_config(model), "hidden_size", 0), None
+    with suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
+    return ModelSize(
+        parameters=num,
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        block=max(blocks, default=0),
+        rest=num - sum(blocks),
+        num_blocks=len(blocks),
+        hidden=hidden if isinstance(hidden, int) else 0,
+        vocab=0 if head is None else head.weight.shape[0],
+        scalar=scalars[0] if scalars else "",
+    )
+
+
+def frozen_on_meta(
+    config: ModelConfig, device_type: str, invariant: bool, precision: str, by_document: bool
+) -> dict[str, Any]:
+    """Builds the frozen models on the meta device; None for one that cannot be built here."""
+    from orchestrator.trainer.state.frozen_models import naming_frozen
+
+    found = dict[str, Any]()
+    for name, frozen in config.frozen.items():
+        with naming_frozen(name):
+            made, _ = model_on_meta(frozen.as_model, device_type, invariant, precision, by_document)
+        found[name] = None if made is None else made.eval().requires_grad_(False)
+    return found
+
+
+def frozen_small(config: ModelConfig, shapes: Mapping[str, Any], precision: str) -> dict[str, Any] | None:
+    """Builds the frozen models with drawn weights; None if one is too large for that."""
+    import torch
+
+    from orchestrator.trainer.model.build_model import bare_model
+
+    if any(size_of(shape).parameters * 4 > SMALL_BYTES for shape in shapes.values()):
+        return None
+    return {
+        name: bare_model(frozen.as_model, precision, 0, torch.device("cpu")).eval().requires_grad_(False)
+        for name, frozen in config.frozen.items()
+    }
+
+
+def frozen_note(name: str, model: Any) -> str:
+    """Returns what `plan` says of a frozen model; None is one that cannot be built here."""
+    if model is None:
+        return f"note: model.frozen.{name} cannot be built here; the workers build it"
+    num = size_of(model).parameters
+    return f"model.frozen.{name}: {num:,} parameters, which are not trained and not part of points"
