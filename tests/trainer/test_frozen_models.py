@@ -298,6 +298,8 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_an_unreadable_teacher_is_named(tmp_path: Path) -> None:
     with raises(ConfigError, "model.not_built", "model.frozen.teacher", str(tmp_path)):
         state_and_gradient(distilled(str(tmp_path)), CPU)
+    with raises(ConfigError, "weights.no_folder", "model.frozen.teacher", tmp_path / "gone"):
+        state_and_gradient(distilled(str(tmp_path / "gone")), CPU)
 
 
 def test_its_type_is_the_models_or_what_is_asked_for(teacher: str) -> None:

@@ -95,6 +95,10 @@ def settings_folder(pretrained: str) -> str:
     `FileNotFoundError` if it has none, `ConfigError`, `StorageError`.
     """
     if not is_uri(pretrained):
+        if not Path(pretrained).is_dir():
+            raise ConfigError(
+                f"there is no folder {Path(pretrained).absolute()} on this machine", code="weights.no_folder"
+            )
         return pretrained
     folder = small_files(pretrained, (SETTINGS, GENERATION).__contains__)
     if not (folder / SETTINGS).is_file():
