@@ -205,7 +205,7 @@ def test_the_type_hints_of_a_class_are_read_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_integer_where_a_float_is_expected_is_taken_as_one() -> None:
-    of_other_kinds = {"digest": "0" * 16, "skipped": None, "metrics": None, "documents": None}
+    of_other_kinds = {"digest": "0" * 16, **dict.fromkeys(("skipped", "metrics", "documents", "not_finite"))}
     values = {f.name: 0 for f in dataclasses.fields(StepRecord)} | of_other_kinds
     record = decode(StepRecord, values)
     assert (type(record.loss), type(record.step)) == (float, int)

@@ -38,6 +38,7 @@ from orchestrator.coordinator.machine.launch_actions import (
     Warn,
 )
 from orchestrator.coordinator.machine.loss_trail import LossTrail
+from orchestrator.coordinator.not_finite_values import NotFiniteValues
 from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, JoinAnswer, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
@@ -122,6 +123,7 @@ class LaunchDriver(CommitListener):
         self._metrics, self._fault, self._why_dead, self._losses = metrics, fault, why_dead, losses
         skipped = SkippedDocuments(start.storage, attempt.number)
         self._feeder_notes = FeederNotes(feeder_notes, journal, skipped, self.warned)
+        self._not_finite = NotFiniteValues(journal, self.news.warn)
         self._pulse = Pulse(store.heartbeat(attempt.number))
         self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
@@ -160,6 +162,8 @@ class LaunchDriver(CommitListener):
                 self._losses.recorded(record)
             if is_new and record.skipped is not None:
                 self.news.say(sentences.step_skipped(record))
+            if is_new and record.not_finite:
+                self._not_finite.take(record.key, record.not_finite)
             self.machine.recorded(record, time.monotonic())
 
     async def take_evaluation(self, record: EvalRecord, is_last: bool) -> bool:
@@ -186,6 +190,7 @@ class LaunchDriver(CommitListener):
             metrics=dict(record.metrics),
             seconds=record.seconds,
         )
+        self._not_finite.take(record.key, record.not_finite, record.part)
         if f"eval.{record.part}.loss" == self._attempt.best_by:
             key = record.key
             while (before := self._continues.get(key)) is not None:  # a point has the first of its names

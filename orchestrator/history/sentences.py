@@ -50,6 +50,15 @@ def step_skipped(record: StepRecord) -> str:
     )
 
 
+def not_finite(names: Sequence[str], step: int, part: str = "") -> str:
+    """The line for values of a step, or of the evaluation of `part` after it, that are not finite."""
+    where = f"the evaluation of {part} after step {step}" if part else f"step {step}"
+    return (
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite (or absurdly large) in {where}, "
+        "and recorded as null"
+    )
+
+
 def worker(member: GroupMember) -> str:
     """`worker 1 (10.0.0.7, pid 22506)`, without unknown parts."""
     rank = "a worker that was joining" if member.rank is None else f"worker {member.rank}"

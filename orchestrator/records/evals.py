@@ -15,7 +15,8 @@ class EvalRecord:
     `loss` is the objective's loss divided by its units, as in training; None if the part has no units or a
     value was not finite. `perplexity` is e to the mean cross-entropy of the targets; None for plug-ins.
     `per_source` is the mean loss of each source's targets by name; empty if the objective returns no loss per
-    token. `metrics` are those of the objective. `seconds` is how long it took.
+    token. `metrics` are those of the objective. `seconds` is how long it took. `not_finite` are the values
+    that are None because something was not finite: `loss`, `perplexity`, `loss/<source>`, or a metric.
     """
 
     part: str
@@ -29,6 +30,7 @@ class EvalRecord:
     per_source: Mapping[str, float | None] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
+    not_finite: tuple[str, ...] = ()
 
     @property
     def key(self) -> StateKey:

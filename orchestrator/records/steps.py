@@ -62,7 +62,8 @@ class StepRecord:
     that the model's products needed (`trainer.model.model_flops`), None if that is not known. `skipped` is
     one of `SKIP_CAUSES` if the step moved the place in the data and no weight (`planning.loss_policy`). Its
     loss is None if that was not finite. `documents` are those with the highest mean loss, the highest first
-    (`monitor.document_losses`). Readers of a whole journal leave them out.
+    (`monitor.document_losses`). `not_finite` are the metrics that have no value because one was not finite;
+    None if there is none. Readers of a whole journal leave both out.
     """
 
     attempt: int
@@ -84,6 +85,7 @@ class StepRecord:
     mfu: float | None = None
     skipped: str | None = None
     documents: tuple[DocumentLoss, ...] | None = None
+    not_finite: tuple[str, ...] | None = None
 
     @property
     def key(self) -> StateKey:

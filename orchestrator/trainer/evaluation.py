@@ -132,7 +132,20 @@ class Evaluator:
             per_source={name: value for name, value in sources.items() if value is not None},
             metrics={name: means.get(name) for name in self.gradient.objective.metric_names},
             seconds=time.monotonic() - began,
+            not_finite=self._not_finite(part, total, is_finite),
         )
+
+    def _not_finite(
+        self, part: EvalPart, total: Mapping[str, MetricSum], is_finite: bool
+    ) -> tuple[str, ...]:
+        """Returns the names of the record's values that are not finite. `is_finite`: the loss is."""
+        shown = {f"{_SOURCE}{number}": f"loss/{name}" for number, name in part.sources.items()}
+        found: tuple[str, ...] = () if is_finite else ("loss",)
+        entropy = total.get(_ENTROPY)
+        if entropy is not None and (entropy.not_finite or (entropy.mean or 0.0) > _MAX_EXPONENT):
+            found += ("perplexity",)
+        names = (name for name, of in total.items() if of.not_finite and name != _ENTROPY)
+        return (*found, *(shown.get(name, name) for name in names))
 
     def _own_names(self, part: EvalPart) -> list[str]:
         built_in = [_ENTROPY] if self.train.objective == BUILT_IN else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -169,3 +170,21 @@ def changes_reference(model: nn.Module, batch: MicroBatch, context: StepContext)
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.5)
     return nearer_to_reference(model, batch, context)
+
+
+def has_metrics_without_values(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """From step 3 on `nan` and `inf` are what they are called. `never` has no count, and is no fault."""
+    wrong = context.step >= 3
+    metrics = {
+        "nan": Mean(torch.tensor(float("nan" if wrong else 1))),
+        "inf": Mean(float("-inf" if wrong else 1)),
+        "never": Mean(0.0, 0.0),
+        "right": Mean(2.0),
+    }
+    return Terms(cross_entropy(model, batch, context).loss_sum, metrics)
+
+
+def has_no_loss_without_a_gradient(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """An evaluation of it has no finite loss."""
+    terms = cross_entropy(model, batch, context)
+    return terms if torch.is_grad_enabled() else Terms(terms.loss_sum * math.nan)

@@ -126,6 +126,17 @@ def test_a_plug_in_has_its_metrics_and_no_perplexity(tmp_path: Path) -> None:
     assert there["loss"] > there["metrics"]["cross_entropy"]
 
 
+def test_a_loss_that_is_not_finite_is_none_and_reported_once(tmp_path: Path) -> None:
+    objective = "tests.trainer.objectives:has_no_loss_without_a_gradient"
+    launch = run_to_end(tmp_path, 2, job=job_of(train__objective=objective))
+    assert [fields["loss"] for fields in evals(launch).values()] == [None] * 4
+    found = [e.fields for e in launch.journal().events if e.kind == EventKind.NOT_FINITE]
+    assert [(e["step"], e["part"], e["names"]) for e in found] == [
+        (3, "held", ["loss"]), (3, "few", ["loss"]),
+    ]  # fmt: skip
+    assert all(record.loss is not None for record in launch.journal().records)
+
+
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_a_loss_in_the_middle_repeats_the_evaluation(
     tmp_path: Path, evaluated: Launch, parallel: str

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, TrainingError
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.interfaces.job import TrainJob, next_range
@@ -21,7 +22,7 @@ from orchestrator.trainer.objective.plug_in import PlugIn
 from tests.raising import raises
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch, trained_steps
-from tests.trainer.member import run_to_end, tiny_job
+from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
 CPU = torch.device("cpu")
 PLACE = StepPlace(step=1, consumed_tokens=0)
@@ -67,6 +68,22 @@ def test_metrics_have_the_same_bits_on_any_number_of_members(tmp_path: Path, bui
         assert of_step["never"] is None
     drawn = [of_step["drawn"] for of_step in found]
     assert len(set(drawn)) == 8, "the generator has other numbers in each step"
+
+
+def test_metrics_that_are_not_finite_are_reported_once_in_each_generation(tmp_path: Path) -> None:
+    job = job_of("has_metrics_without_values")
+    with members(tmp_path, "ab", {"b": Plan(kill=("applied", 6))}, job=job) as group:
+        group.finish()
+    launch = group.launch
+    for record in launch.journal().records:
+        value = 1.0 if record.step < 3 else None
+        assert record.metrics == {"inf": value, "nan": value, "never": None, "right": 2.0}
+    events = [e.fields for e in launch.journal().events if e.kind == EventKind.NOT_FINITE]
+    assert [(e["generation"], e["names"], e["part"]) for e in events] == [
+        (1, ["inf", "nan"], ""), (2, ["inf", "nan"], ""),
+    ]  # fmt: skip
+    assert events[0]["step"] == 3
+    assert len([text for text in launch.status().warnings if "inf, nan" in text and "step 3" in text]) == 1
 
 
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])

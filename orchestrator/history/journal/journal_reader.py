@@ -31,7 +31,8 @@ from orchestrator.records.steps import DocumentLoss, StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).startswith("float"))
-_OPTIONAL = ("run_id", "format", "documents")  # of a step's line, and not in the records that are read
+# of a step's line, and not in the records that are read
+_OPTIONAL = ("run_id", "format", "documents", "not_finite")
 
 
 class _ContradictionError(Exception):

@@ -41,7 +41,8 @@ OWN_FIELDS = frozenset({"format", "seq", "time", "run", "run_id", "kind"})
 JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
 REMEMBERED = 100_000  # recent step records compared with later copies, which come soon: until acknowledged
-_WHERE_KNOWN = ("metrics", "mfu", "skipped", "documents")  # a step's line has them only with a value
+# a step's line has them only with a value
+_WHERE_KNOWN = ("metrics", "mfu", "skipped", "documents", "not_finite")
 # The fields of a step that are equal on all ranks. The other fields are one rank's own measurements.
 _SHARED = (
     *("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest", "metrics"),

@@ -203,6 +203,9 @@ class EventKind(StrEnum):
         *("per_source", "metrics", "seconds"),
     )
 
+    # ---- metrics and losses
+    NOT_FINITE = "not finite", "generation", "step", "part", "names"  # once in a generation
+
     # ---- callbacks
     CALLBACK_FAILED = "callback failed", "text"
 

@@ -129,6 +129,7 @@ _MADE: dict[str, Callable[[Fields], str]] = {
     EventKind.POINTS_DELETED: lambda e: f"Deleted by retention: {', '.join(e['points'])}",
     EventKind.POINT_VERIFIED: _point_verified,
     EventKind.SAVE_GIVEN_UP: _save_given_up,
+    EventKind.NOT_FINITE: lambda e: _upper(sentences.not_finite(e["names"], e["step"], e["part"])),
     "point pinned": lambda e: f"Resume point {e['point']} pinned by {e['by']}{_reason(e)}",
     "point unpinned": lambda e: f"Resume point {e['point']} unpinned by {e['by']}{_reason(e)}",
     "sources": lambda e: f"Counts of {', '.join(e['counts'])} where the attempt begins",
@@ -166,6 +167,7 @@ _LEVEL = {
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
     EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
     EventKind.SOURCES_CHANGED: "data", EventKind.CALLBACK_FAILED: "fault",
+    EventKind.NOT_FINITE: "fault",
 }  # fmt: skip
 _OWN = frozenset(
     {"format", "seq", "run", "run_id", "time", "config"}

@@ -16,6 +16,7 @@ from orchestrator.data.dataset import prepare_trained
 from orchestrator.data.eval_parts import eval_specs, with_parts
 from orchestrator.data.frozen import later_versions
 from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.history import sentences
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.launch.branch.point_query import LATEST, PointQuery, find
 from orchestrator.planning.resume.source_lists import SourceLists
@@ -84,7 +85,7 @@ def evaluate(
     spec = prepare_trained(job, store.storage, _lists(store, found)).made_by(seen.encoders)
     specs = eval_specs(job, with_parts(job, store.storage, spec))
     say(f"evaluating {found.name} on {', '.join(specs)}")
-    return _evaluated(store, job, found, specs)
+    return _evaluated(store, job, found, specs, say)
 
 
 def _lists(store: RunStore, point: Point) -> tuple[SourceLists, ...]:
@@ -103,7 +104,9 @@ def _lists(store: RunStore, point: Point) -> tuple[SourceLists, ...]:
     )
 
 
-def _evaluated(store: RunStore, job: JobConfig, point: Point, specs: dict[str, Any]) -> list[Evaluated]:
+def _evaluated(
+    store: RunStore, job: JobConfig, point: Point, specs: dict[str, Any], say: Callable[[str], None]
+) -> list[Evaluated]:
     import torch
 
     from orchestrator.launch.member.eval_feeds import open_parts
@@ -132,13 +135,14 @@ def _evaluated(store: RunStore, job: JobConfig, point: Point, specs: dict[str, A
             world_size=1,
         )
         tokens, most = point.cursor.consumed_tokens, job.eval.max_samples
-        return [
-            Evaluated.of(evaluator.evaluate(part, point.key, tokens, most, alone), point.name)
-            for part in open_parts(specs)
-        ]
+        records = [evaluator.evaluate(part, point.key, tokens, most, alone) for part in open_parts(specs)]
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
+    for record in records:
+        if record.not_finite:
+            say(f"warning: {sentences.not_finite(record.not_finite, record.step, record.part)}")
+    return [Evaluated.of(record, point.name) for record in records]
 
 
 def _load(model: nn.Module, point: str, files: CommittedFiles, fixed: Mapping[str, str]) -> None:

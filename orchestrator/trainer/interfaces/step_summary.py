@@ -227,6 +227,11 @@ class StepSummary:
         """The means by name, None if one has no value."""
         return {name: found.mean for name, found in self.metric_sums.items()}
 
+    @property
+    def metrics_not_finite(self) -> tuple[str, ...]:
+        """The names of the metrics that have no value because one was not finite."""
+        return tuple(name for name, found in self.metric_sums.items() if found.not_finite)
+
     def loss_per_unit(self, units: float) -> float | None:
         """Returns the loss of the step with `units`; None without units, or if it is not finite."""
         return self.loss / units if units and not self.not_finite else None
@@ -295,6 +300,7 @@ class StepSummary:
             mfu=mfu,
             skipped=skipped,
             documents=documents,
+            not_finite=self.metrics_not_finite or None,
         )
 
 
