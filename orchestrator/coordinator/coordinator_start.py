@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from orchestrator.elastic.failure import STORAGE_LIMIT_S, FailureBudget, Storage
 from orchestrator.elastic.formation import GroupSize, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 
+_WITH_CODE = ("model.factory", "train.objective", "train.optimizer")
+_GROUPS = "train.param_groups"
 VOTE_LIMIT_S = 600.0  # how long a save with missing votes may make no progress
 
 
@@ -71,11 +74,25 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
         FailureBudget(start.max_failures, earlier.failures, attempt.step_label),
         StorageOutage(start.storage_limit_s),
         LaunchTerms(
-            budgets=attempt.budgets, stop_by=start.stop_by, sharded=start.sharded, fixed=start.fixed
+            budgets=attempt.budgets,
+            stop_by=start.stop_by,
+            sharded=start.sharded,
+            fixed=start.fixed,
+            plug_ins=plug_ins(start.flat_config),
         ),
         earlier,
         saved=attempt.parent,
     )
+
+
+def plug_ins(flat_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the settings that name code of the user which computes with weights, as `field=module:name`.
+
+    Callbacks are none: they run in a process without the weights.
+    """
+    named = [(field, flat_config.get(field)) for field in _WITH_CODE]
+    named += [(_GROUPS, group.get("optimizer")) for group in flat_config.get(_GROUPS) or ()]
+    return tuple(dict.fromkeys(f"{field}={value}" for field, value in named if value and ":" in value))
 
 
 def commit_machine(start: CoordinatorStart, attempt: Attempt) -> CommitMachine:

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.checkpoint.points.points import ReplicasDiffer
+from orchestrator.coordinator.coordinator_start import plug_ins
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine, LaunchTerms
 from orchestrator.elastic.failure import FailureBudget, StorageOutage
@@ -66,12 +67,13 @@ def departures(actions: list[Action]) -> list[VoterGone]:
     return [action for action in actions if isinstance(action, VoterGone)]
 
 
-def one_of_two(budgets: Budgets | None = None, trained: bool = True) -> LaunchMachine:
+def one_of_two(
+    budgets: Budgets | None = None, trained: bool = True, plug_ins: tuple[str, ...] = ()
+) -> LaunchMachine:
     """Two members train with at least two, and have done a step (if `trained`)."""
     rendezvous = Rendezvous(attempt=1, launch=LAUNCH, size=GroupSize.fixed(2))
-    machine = LaunchMachine(
-        rendezvous, FailureBudget(3), StorageOutage(), LaunchTerms(budgets=budgets or Budgets())
-    )
+    terms = LaunchTerms(budgets=budgets or Budgets(), plug_ins=plug_ins)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageOutage(), terms)
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
     form_next(machine, 0.0)
@@ -303,6 +305,25 @@ def test_replicas_that_keep_differing_end_the_run_however_far_it_trains_before_e
         if generation < 4:
             all_come_back(machine, generation)
     assert over == [[], [], [], [("failed", "a failure")]]
+
+
+def test_replicas_that_differ_may_be_the_work_of_plug_ins_which_are_named() -> None:
+    flat = {
+        "model.factory": None,
+        "train.objective": "mine:loss",
+        "train.optimizer": "muon",
+        "train.param_groups": [{"match": "x", "optimizer": "mine:Steps"}, {"match": "y"}],
+    }
+    assert plug_ins(flat) == ("train.objective=mine:loss", "train.param_groups=mine:Steps")
+    assert plug_ins({"train.objective": "causal_lm", "train.optimizer": "adamw"}) == ()
+    differ = ReplicasDiffer(ranks=(0,), others=(1,))
+    for named in ((), plug_ins(flat)):
+        machine = one_of_two(plug_ins=named)
+        point(machine, key(1))
+        machine.recorded(record(key(2, 1)), 2.0)
+        actions = machine.replicas_differ(key(2, 1), differ, 2.0)
+        (warning,) = [action.text for action in actions if isinstance(action, Warn)]
+        assert ("train.objective=mine:loss" in warning) == bool(named)
 
 
 def test_replicas_that_differ_again_after_a_new_resume_point_begin_a_new_count() -> None:

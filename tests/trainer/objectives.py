@@ -188,3 +188,17 @@ def has_no_loss_without_a_gradient(model: nn.Module, batch: MicroBatch, context:
     """An evaluation of it has no finite loss."""
     terms = cross_entropy(model, batch, context)
     return terms if torch.is_grad_enabled() else Terms(terms.loss_sum * math.nan)
+
+
+def writes_a_weight_in_step_3(model: Any, batch: MicroBatch, context: StepContext) -> Terms:
+    if context.step == 3:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.0)
+    return cross_entropy(model, batch, context)
+
+
+def writes_a_weight_without_a_gradient(model: Any, batch: MicroBatch, context: StepContext) -> Terms:
+    """It changes weights in evaluations alone."""
+    if not torch.is_grad_enabled():
+        model.model.norm.weight.mul_(1.0)
+    return cross_entropy(model, batch, context)

@@ -242,6 +242,24 @@ def test_an_objective_that_raises_while_it_trains_ends_the_run_by_name_and_line(
         objective.terms(model, first_micro(job), place)
 
 
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+@pytest.mark.parametrize(
+    ("name", "step"), [("writes_a_weight_in_step_3", 3), ("writes_a_weight_without_a_gradient", 2)]
+)
+def test_an_objective_that_writes_a_weight_ends_the_run_in_that_step_by_name(
+    tmp_path: Path, name: str, step: int, parallel: str
+) -> None:
+    fast = {"train__parallel": parallel, "train__numerics": "fast", "eval__every_steps": 2}
+    job = job_of(name, resume__every_steps=1, **fast)
+    with members(tmp_path, "ab", job=job, sharded=parallel == "shard") as group:
+        group.join_all()
+    status = group.launch.wait_for_end()
+    assert (status.ended, status.code) == ("failed", "objective.impure")
+    for value in (name, "weight", f"step {step}"):
+        assert value in status.reason
+    assert max(record.step for record in group.launch.journal().records) == 2
+
+
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 def test_a_collective_is_refused_by_name(backend: str) -> None:
     objective, job = tried("sums_over_ranks"), job_of("sums_over_ranks")

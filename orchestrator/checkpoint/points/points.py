@@ -143,17 +143,23 @@ class ReplicasDiffer:
     ranks: tuple[int, ...]
     others: tuple[int, ...]
 
-    def sentence(self, name: Callable[[int], str] = lambda rank: f"rank {rank}") -> str:
-        """Describes the problem; `name` maps a rank to the name of its worker."""
+    def sentence(
+        self, name: Callable[[int], str] = lambda rank: f"rank {rank}", plug_ins: Sequence[str] = ()
+    ) -> str:
+        """Describes the problem; `name` maps a rank to the name of its worker.
+
+        `plug_ins`: settings that name code of the user which could have changed the state.
+        """
+        code = f", or code of yours changes the state on each rank: {', '.join(plug_ins)}" if plug_ins else ""
         ranks, others = (", ".join(map(name, some)) for some in (self.ranks, self.others))
         return (
             f"replicas differ: {ranks} and {others} hold the same rows of the training state with different "
-            "bits. The memory or the processor of one of them is faulty, or they compute differently"
+            f"bits. The memory or the processor of one of them is faulty, or they compute differently{code}"
         )
 
-    def given_up(self, key: StateKey, name: Callable[[int], str]) -> str:
-        """Describes that the save of `key` was given up for this reason; `name` as in `sentence`."""
-        return f"the save of {key.point_name} was given up: {self.sentence(name)}"
+    def given_up(self, key: StateKey, name: Callable[[int], str], plug_ins: Sequence[str] = ()) -> str:
+        """Describes that the save of `key` was given up for this reason; the rest as in `sentence`."""
+        return f"the save of {key.point_name} was given up: {self.sentence(name, plug_ins)}"
 
 
 def differing_replicas(votes: Sequence[Vote]) -> ReplicasDiffer | None:

@@ -62,12 +62,14 @@ class LaunchTerms:
     `stop_by`: the origin of a request to stop before that.
     `sharded`: no member holds the whole state.
     `fixed`: no member can be replaced, so the first one that is lost ends the run (torchrun).
+    `plug_ins`: the settings that name code of the user which computes with the state.
     """
 
     budgets: Budgets = Budgets()
     stop_by: str = ""
     sharded: bool = False
     fixed: bool = False
+    plug_ins: tuple[str, ...] = ()
 
 
 class LaunchMachine:
@@ -101,7 +103,7 @@ class LaunchMachine:
         self.ended = earlier.ended
         self.code: str | None = None  # of the error with which the run has failed in this process
         self.stopping = False
-        self._stop_by, self._budgets = terms.stop_by, terms.budgets
+        self._stop_by, self._budgets, self._plug_ins = terms.stop_by, terms.budgets, terms.plug_ins
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(earlier.answered)
         self._leaving, self._is_fixed = Leaving(rendezvous, terms.sharded), terms.fixed
@@ -443,7 +445,7 @@ class LaunchMachine:
         whatever was trained after it. A faulty machine thus ends the run after `cluster.max_failures` of them
         without a new resume point.
         """
-        reason = differ.given_up(key, self._worker)
+        reason = differ.given_up(key, self._worker, self._plug_ins)
         back = f"resume point {self._saved.point_name}" if self._saved else "the first step"
         self._given_up = reason
         self._requests.save_given_up(now)

@@ -201,7 +201,7 @@ class InvariantGradient(Gradient):
 
     @override
     def leave(self) -> None:
-        """Nothing is held."""
+        self.objective.leave()
 
     @override
     def reduce(

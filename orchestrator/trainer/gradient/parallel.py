@@ -123,6 +123,7 @@ class FastGradient(Gradient):
         """The wrapper's hooks on the parameters go with it, so it is collected at once."""
         self._ddp = None
         self._works.clear()
+        self.objective.leave()
         gc.collect()
 
     @override
@@ -269,7 +270,7 @@ class ShardedGradient(Gradient):
 
     @override
     def leave(self) -> None:
-        """Nothing is held."""
+        self.objective.leave()
 
     @override
     def reduce(

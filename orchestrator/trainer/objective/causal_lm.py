@@ -114,6 +114,10 @@ class CausalLM(Objective):
         return found
 
     @override
+    def leave(self) -> None:
+        """Holds nothing."""
+
+    @override
     def empty(self, device: torch.device) -> NumberedMicroBatch:
         return empty_micro_batch(device, seq_len=2, label=NO_LOSS)
 

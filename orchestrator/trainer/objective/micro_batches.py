@@ -74,6 +74,9 @@ class Objective(Protocol):
         Their terms count as 0. The rank uses them to take part in the collectives.
         """
 
+    def leave(self) -> None:
+        """Leaves the generation. Afterwards it holds no tensor of the model that it was called with."""
+
 
 def cut(
     batch: BatchSlice, micro_batch_size: int, rank: int, world_size: int, device: torch.device
