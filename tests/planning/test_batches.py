@@ -182,6 +182,21 @@ def test_a_rebased_label_is_the_number_of_steps_rounded_up_exactly(consumed, bat
     check_label(batches.rebase_step, consumed, batch, seq_len)
 
 
+@given(
+    consumed=st.integers(0, 10**5),
+    batch=st.integers(1, 50),
+    seq_len=st.integers(1, 50),
+    more=st.integers(1, 20),
+)
+def test_the_last_label_after_a_re_base_is_the_stop_in_steps_or_one_more(consumed, batch, seq_len, more):
+    label, size = batches.rebase_step(consumed, batch, seq_len), batch * seq_len
+    max_steps, tokens = label + more, consumed
+    while step := batches.next_range(0, tokens, batch, seq_len, max_tokens=max_steps * size):
+        label, tokens = label + 1, tokens + step.num_tokens
+    assert tokens == max_steps * size, "all tokens of these steps are trained"
+    assert label == max_steps + (consumed % size > 0)
+
+
 def test_labels_computed_in_floats_are_caught():
     # MindFormers scales the step by old / new batch and floors: 55 steps of 192 become 14 of 704, exact is 15
     def floor_of_floats(consumed, batch, seq_len):
