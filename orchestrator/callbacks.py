@@ -59,7 +59,9 @@ class Callback:
         """A step is durable in the journal, with this record (`orchestrator.records.steps`)."""
 
     def on_eval(self, record: EvalRecord) -> None:
-        """A part of the data was evaluated (`orchestrator.records.evals`)."""
+        """A part of the data was evaluated; its record (`orchestrator.records.evals`) is durable in the
+        journal, as those of the other parts of this evaluation.
+        """
 
     def on_point(self, point: PointCommitted) -> None:
         """A resume point was committed."""

@@ -111,9 +111,10 @@ class Callbacks:
             else:
                 self._put("on_step", record)
 
-    def evaluated(self, record: EvalRecord) -> None:
-        """A part of the data was evaluated."""
-        self._put("on_eval", record)
+    def evaluated(self, records: Iterable[EvalRecord]) -> None:
+        """The parts of the data were evaluated, and these records are in the journal."""
+        for record in records:
+            self._put("on_eval", record)
 
     def committed(self, key: StateKey | None) -> None:
         """`key` is the newest committed point that this member has saved. Called repeatedly."""

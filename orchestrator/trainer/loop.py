@@ -24,6 +24,7 @@ from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.loss_policy import REWIND_CODES, window_of
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
@@ -466,17 +467,18 @@ class _Trainer:
             world_size=view.world_size,
         )
         tokens, exchange = self._state.cursor.consumed_tokens, partial(self._exchange, group, key)
+        records = list[EvalRecord]()
         try:
             for part in self._parts:
                 self._membership.phase(EVAL)
-                record = evaluator.evaluate(part, key, tokens, job.eval.max_samples, exchange)
+                records.append(evaluator.evaluate(part, key, tokens, job.eval.max_samples, exchange))
                 if view.rank == 0:
-                    self._callbacks.evaluated(record)
-                    self._membership.evaluated(view, record, is_last=part is self._parts[-1])
+                    self._membership.evaluated(view, records[-1], is_last=part is self._parts[-1])
         except _StopRequested:
             return False
         if view.rank == 0 and not self._membership.send_reports():
             raise GenerationEnded("the coordinator was restarted during an evaluation")
+        self._callbacks.evaluated(records)
         # No rank leaves the state before its evaluation is durable: else the loss of rank 0 could lose it.
         group.sum(torch.zeros(1, dtype=torch.int64), f"the end of the evaluation of step {key.step}")
         self._evaluated = key.step
@@ -518,6 +520,7 @@ class _Trainer:
         """Starts a save of the current state. Training does not depend on its outcome."""
         key = self._state.key
         assert key is not None, "a blank member has nothing to save"
+        self._callbacks.committed(self._saver.committed)  # before there is a newer one
         self._triggers = self._triggers.begun(key.step, time.monotonic())
         peak = peak_memory_bytes(self._device)
         self._saver.begin(self._state, view, self._records, peak)

@@ -12,8 +12,12 @@ import torch
 from typing_extensions import override
 
 from orchestrator.callbacks import Callback, GroupChanged, PointCommitted, Started
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.journal.journal_reader import Journal, read_journal
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.evals import EvalRecord
 from orchestrator.records.steps import StepRecord
+from orchestrator.storage.files import Storage
 
 FILE = "called.jsonl"
 
@@ -51,6 +55,28 @@ class Recorder(Callback):
     @override
     def on_end(self, reason: str) -> None:
         self._note("on_end", reason)
+
+
+class Reader(Recorder):
+    """Writes whether what it is called with is in the run's storage by then."""
+
+    def _read(self) -> Journal:
+        return read_journal(Storage(str(self._folder)))
+
+    @override
+    def on_step(self, record: StepRecord) -> None:
+        self._note("on_step", [record.step, record.key in {each.key for each in self._read().records}])
+
+    @override
+    def on_eval(self, record: EvalRecord) -> None:
+        known = [e.fields for e in self._read().events if e.kind == EventKind.EVALUATED]
+        is_there = (record.part, record.step) in {(each["part"], each["step"]) for each in known}
+        self._note("on_eval", [record.part, record.step, is_there])
+
+    @override
+    def on_point(self, point: PointCommitted) -> None:
+        names = RunStore(Storage(str(self._folder))).point_names()
+        self._note("on_point", [point.name, point.name in names])
 
 
 class Hostile:

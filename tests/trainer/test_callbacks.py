@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,30 @@ from orchestrator.errors import ConfigError
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.evals import EvalRecord
+from orchestrator.storage.files import Storage
 from orchestrator.trainer import callback_process
 from orchestrator.trainer.callback_process import Callbacks, require_callback
 from orchestrator.trainer.interfaces.job import TrainJob
+from tests.coordinator.builders import FailingDisk, no_sleep
 from tests.raising import raises
 from tests.trainer.callbacks import FILE
-from tests.trainer.launch import Launch
+from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
 EVALUATED = EvalRecord(
     part="holdout", attempt=1, generation=1, step=4, loss=1.5, perplexity=None, targets=1, samples=1
 )
+class CountedCalls(Launch):
+    """Counts how often members report evaluations."""
+
+    num_evaluated = 0
+
+    def _note(self, name: str, method: str, arguments: Sequence[Any]) -> None:
+        super()._note(name, method, arguments)
+        self.num_evaluated += method == "evaluated"
+
+
+COMMITTED = EventKind.POINT_COMMITTED
 MODULE = "tests.trainer.callbacks"
 
 
@@ -66,6 +81,36 @@ def test_a_callback_changes_no_bit_whatever_it_does_and_its_first_errors_are_rep
     assert len([call for call in called(tmp_path) if call[1] == "on_step"]) == 8, "the other one is called"
 
 
+def test_what_a_callback_is_called_with_can_be_read_in_the_run_at_that_moment(tmp_path: Path) -> None:
+    """The journal cannot be written while the coordinator is asked several times to take an evaluation."""
+    job = job_of(tmp_path, "Reader", eval__every_steps=2, resume__every_steps=3)
+    disk = FailingDisk()
+    on_disk = {"kind": CountedCalls, "storage": Storage(str(tmp_path), disk, no_sleep)}
+    with members(tmp_path, "a", {"a": Plan(hold=("evaluating", 6))}, job=job, **on_disk) as group:
+        launch = group.launch
+        assert isinstance(launch, CountedCalls)
+        launch.wait_for(lambda: launch.held("a") is not None)
+        until = time.monotonic() + WAIT_S
+        while not (tmp_path / FILE).exists():  # callbacks are at work
+            assert time.monotonic() < until
+            with launch.changed:
+                launch.changed.wait(0.1)
+        launch.coordinator._journal.close()  # the next segment is on the disk that fails
+        disk.broken, before = True, launch.num_evaluated
+        launch.release("a")
+        launch.wait_for(lambda: launch.num_evaluated >= before + 5)
+        disk.broken = False
+        group.finish()
+    calls = [(method, value) for _, method, value in called(tmp_path)]
+    assert [value for method, value in calls if method == "on_eval"] == [
+        [part, step, True] for step in (2, 4, 6, 8) for part in ("held", "few")
+    ]
+    assert [value for method, value in calls if method == "on_step"] == [[n, True] for n in range(1, 9)]
+    points = [event.fields["point"] for event in launch.journal().events if event.kind == COMMITTED]
+    assert [value for method, value in calls if method == "on_point"] == [[name, True] for name in points]
+    assert errors(launch) == []
+
+
 def test_an_error_saves_and_stops_the_run_if_that_is_chosen(tmp_path: Path) -> None:
     job = job_of(tmp_path, "Hostile", train__on_callback_error="stop", train__max_steps=100_000)
     with members(tmp_path, "ab", job=job) as group:
@@ -104,7 +149,7 @@ def test_an_evaluation_reaches_on_eval(tmp_path: Path) -> None:
     failed: list[str] = []
     callbacks = Callbacks([f"{MODULE}:Recorder"], str(tmp_path), failed.append)
     callbacks.enter(view, Cursor(), ())
-    callbacks.evaluated(EVALUATED)
+    callbacks.evaluated([EVALUATED])
     callbacks.end("done")
     assert called(tmp_path)[2][1:] == ("on_eval", ["holdout", 4, 1.5])
     assert failed == []
@@ -119,7 +164,7 @@ def test_a_callback_that_takes_longer_than_training_is_ended_with_a_report(
     callbacks = Callbacks([f"{MODULE}:Recorder"], str(tmp_path), failed.append)
     callbacks.enter(view, Cursor(), ())
     for _ in range(1000):  # the process is still being started
-        callbacks.evaluated(EVALUATED)
+        callbacks.evaluated([EVALUATED])
     callbacks.end("done")
     assert any("2 calls to come" in text for text in failed)
 
