@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from orchestrator.trainer.interfaces.step_summary import (
 )
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, NumberedMicroBatch, StepPlace, cut
 from orchestrator.trainer.objective.objective import step_units
+from orchestrator.trainer.objective.token_losses import losses_of_sources
 
 # The sums of an evaluation besides those of the objective. No metric has such a name.
 _ENTROPY, _SOURCE = "/cross-entropy", "/source/"
@@ -184,19 +185,15 @@ class Evaluator:
             save_blocked_s=0.0,
         )
 
-    def _with_own(self, terms: Terms, micro: NumberedMicroBatch, sources: Iterable[int]) -> Terms:
+    def _with_own(self, terms: Terms, micro: NumberedMicroBatch, sources: Collection[int]) -> Terms:
         """Adds the sums of the evaluation to the objective's metrics."""
-        metrics, per_token, batch = dict(terms.metrics), terms.per_token, micro.batch
-        is_target = batch.labels != NO_LOSS
+        metrics = dict(terms.metrics)
         if self.train.objective == BUILT_IN:
-            assert per_token is not None, "the built-in objective returns it"
-            metrics[_ENTROPY] = Mean(per_token.sum(), is_target.sum())
-        for number in sources:
-            mean = Mean(0.0, 0.0)
-            if per_token is not None:
-                of_source = is_target & (batch.source_ids == number)
-                mean = Mean(torch.where(of_source, per_token, 0.0).sum(), of_source.sum())
-            metrics[f"{_SOURCE}{number}"] = mean
+            assert terms.per_token is not None, "the built-in objective returns it"
+            num_targets = (micro.batch.labels != NO_LOSS).sum()
+            metrics[_ENTROPY] = Mean(terms.per_token.sum(), num_targets)
+        names = (f"{_SOURCE}{number}" for number in sources)
+        metrics.update(zip(names, losses_of_sources(terms, micro, sources), strict=True))
         return replace(terms, metrics=metrics)
 
 

@@ -180,7 +180,22 @@ class TreeSum:
             nodes.append((start, 2 * size, left.add_(right)))
 
 
-class InvariantGradient(Gradient):
+class WholeModelGradient(Gradient):
+    """What the gradients of a member that holds the whole model have in common."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self._model, self.objective = model, objective
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    @override
+    def evaluate(
+        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
+    ) -> list[Terms]:
+        del num_micro
+        return evaluated(self._model, self.objective, micros, place)
+
+
+class InvariantGradient(WholeModelGradient):
     """Combines float32 gradients over micro-batches in one fixed binary tree. No world size changes a bit.
 
     Each rank sums its run of micro-batches as far as the tree allows. It then finishes the tree for its chunk
@@ -189,8 +204,7 @@ class InvariantGradient(Gradient):
     """
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
-        self._model, self.objective = model, objective
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(model, objective)
         self._sizes = [p.numel() for p in self._parameters]
         self._rank, self._world_size = 0, 1
         self._flat: Tensor | None = None
@@ -228,13 +242,6 @@ class InvariantGradient(Gradient):
         for parameter, part in zip(self._parameters, torch.split(flat, self._sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         return sums.total()
-
-    @override
-    def evaluate(
-        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
-    ) -> list[Terms]:
-        del num_micro
-        return evaluated(self._model, self.objective, micros, place)
 
     @override
     def clip(self, max_norm: float | None) -> float:

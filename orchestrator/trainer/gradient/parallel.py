@@ -26,6 +26,7 @@ from orchestrator.trainer.comm.group import collective, ended_by, raised_by_coll
 from orchestrator.trainer.gradient.invariant import (
     Gradient,
     InvariantGradient,
+    WholeModelGradient,
     begun_sums,
     divided,
     evaluated,
@@ -86,7 +87,7 @@ class _Forward(nn.Module):
         return self._objective.terms(self._model, micro, place)
 
 
-class FastGradient(Gradient):
+class FastGradient(WholeModelGradient):
     """Combines gradients with PyTorch's DDP. The all-reduce of each bucket overlaps with backward.
 
     The order of additions depends on the world size. Gradients are summed, not averaged, because they are
@@ -97,9 +98,8 @@ class FastGradient(Gradient):
         # DDP imports this at its first use. The import takes a second, which would delay a generation.
         import torch._dynamo  # noqa: F401
 
-        self._model, self.objective = model, objective
+        super().__init__(model, objective)
         self._forward = _Forward(model, objective)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._ddp: Any = None
         self._works: list[Any] = []
 
@@ -144,13 +144,6 @@ class FastGradient(Gradient):
             empty = self.objective.empty(self._parameters[0].device)
             self._backward(empty, place, 0, last=True)
         return sums.total()
-
-    @override
-    def evaluate(
-        self, micros: Sequence[NumberedMicroBatch], num_micro: int, place: StepPlace
-    ) -> list[Terms]:
-        del num_micro
-        return evaluated(self._model, self.objective, micros, place)
 
     @override
     def clip(self, max_norm: float | None) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from orchestrator.trainer.objective.micro_batches import NO_LOSS, NumberedMicroB
 
 _FIELDS = 4  # of a document, as integers for a collective
 _NONE = -1  # the sample of a document that is none
+
+
+def losses_of_sources(terms: Terms, micro: NumberedMicroBatch, numbers: Iterable[int]) -> list[Mean]:
+    """Returns the loss per token of each of these sources in a micro-batch, summed in float64.
+
+    A source without targets, and each of an objective without losses per token, has the count 0.
+    """
+    per_token, batch = terms.per_token, micro.batch
+    if per_token is None:
+        return [Mean(0.0, 0.0) for _ in numbers]
+    losses, is_target = per_token.detach().double(), batch.labels != NO_LOSS
+    of_each = (is_target & (batch.source_ids == number) for number in numbers)
+    return [Mean(torch.where(at, losses, 0.0).sum(), at.sum()) for at in of_each]
 
 
 class TokenLosses:
@@ -50,22 +63,17 @@ class TokenLosses:
         `TrainingError` if documents are to be kept and the objective returns no losses per token.
         """
         per_token, batch = terms.per_token, micro.batch
-        if per_token is None:
-            if self._num_documents:
+        if self._num_documents:
+            if per_token is None:
                 raise TrainingError(
                     f"monitor.document_losses={self._num_documents}, and the objective returns no "
                     "`per_token`; return the loss of each token, or set monitor.document_losses=null",
                     code="objective.no_per_token",
                 )
-            return {name: Mean(0.0, 0.0) for name in self.names}
-        losses, is_target = per_token.detach().double(), batch.labels != NO_LOSS
-        if self._num_documents:
+            losses, is_target = per_token.detach().double(), batch.labels != NO_LOSS
             self._keep_worst(losses, is_target, batch.document_ids, batch.sample_indices[:, 0])
-        found = {}
-        for number, name in zip(self._sources, self.names, strict=True):
-            of_source = is_target & (batch.source_ids == number)
-            found[name] = Mean(torch.where(of_source, losses, 0.0).sum(), of_source.sum())
-        return found
+        found = losses_of_sources(terms, micro, self._sources)
+        return dict(zip(self.names, found, strict=True))
 
     def _keep_worst(self, losses: Tensor, is_target: Tensor, documents: Tensor, samples: Tensor) -> None:
         """Keeps the documents of a micro-batch with the highest mean loss. Padding (−1) is none."""
