@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class MicroBatch:
     """Samples that pass through the model together.
 
-    All tensors have the shape (samples, seq_len) and the type int32, on the device that trains.
+    All tensors have the shape (samples, seq_len) and the type int32, on the device that trains. A sample of
+    `content: preference` has two rows: sample i has its chosen answer in row 2i and its rejected answer in
+    row 2i + 1, so that the shape is (2 · samples, seq_len).
 
     `labels`: the token after each token, -100 where nothing is to be predicted. They are already shifted.
     `document_ids`: the number of each token's document within its sample, -1 for padding.
@@ -42,7 +44,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBatch:
-    """One sample as `train.objective_units` gets it: the arrays of `MicroBatch` in NumPy, (1, seq_len)."""
+    """One sample as `train.objective_units` gets it: the arrays of `MicroBatch` in NumPy, (1, seq_len).
+
+    A sample of `content: preference` has the shape (2, seq_len).
+    """
 
     input_ids: Int32Array
     labels: Int32Array

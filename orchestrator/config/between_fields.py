@@ -16,6 +16,12 @@ from orchestrator.config.optimizer_fields import (
     group_optimizer_problem,
     optimizer_args_problem,
 )
+from orchestrator.config.preference_fields import (
+    eval_parts_problem,
+    objective_problem,
+    packing_problem,
+    sources_problem,
+)
 from orchestrator.config.problems import MISSING, show, written
 from orchestrator.config.sections import BUILT_IN, FUNCTION
 from orchestrator.config.text import Path, Problem, Reading, value_at
@@ -112,7 +118,12 @@ def _loss_of_texts(sources: list[Any]) -> _Wrong | None:
 
 
 # The names by which transforms get the parts of a document, by content.
-_OF_A_DOCUMENT = {"text": ("text",), "chat": ("messages", "tools"), "prompt": ("prompt", "completion")}
+_OF_A_DOCUMENT = {
+    "text": ("text",),
+    "chat": ("messages", "tools"),
+    "prompt": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+}
 
 
 def _transform_fields(sources: list[Any], transforms: Any) -> _Wrong | None:
@@ -355,6 +366,26 @@ def _objective_args(
     return None
 
 
+def _preferences(sources: list[Any]) -> _Wrong | None:
+    found = sources_problem(sources)
+    return None if found is None else _Wrong(*found)
+
+
+def _packing_of_preferences(mode: str, long_document: str, sources: list[Any]) -> _Wrong | None:
+    found = packing_problem(mode, long_document, sources)
+    return None if found is None else _Wrong(*found)
+
+
+def _objective_of_preferences(objective: str, sources: list[Any]) -> _Wrong | None:
+    found = objective_problem(objective, sources)
+    return None if found is None else _Wrong(*found)
+
+
+def _parts_of_preferences(parts: dict[str, Any], sources: list[Any]) -> _Wrong | None:
+    found = eval_parts_problem(parts, sources)
+    return None if found is None else _Wrong(*found)
+
+
 def _optimizer_args(arguments: dict[str, Any], optimizer: str) -> _Wrong | None:
     found = optimizer_args_problem(arguments, optimizer)
     return None if found is None else _Wrong(*found)
@@ -493,6 +524,10 @@ _RULES = (
     _Between(fields=("data.sources",), check=_weights),
     _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
     _Between(fields=("data.sources",), check=_loss_of_texts),
+    _Between(fields=("data.sources",), check=_preferences),
+    _Between(fields=("pack.mode", "pack.long_document", "data.sources"), check=_packing_of_preferences),
+    _Between(fields=("train.objective", "data.sources"), check=_objective_of_preferences),
+    _Between(fields=("eval.parts", "data.sources"), check=_parts_of_preferences),
     _Between(fields=("data.sources",), check=_code_paths),
     _Between(fields=("data.sources", "data.transforms"), check=_transform_fields),
     _Between(fields=("data.num_epochs", *_STOPS), check=_endless),

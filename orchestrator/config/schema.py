@@ -223,6 +223,11 @@ class JobConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
+    @property
+    def sample_len(self) -> int:
+        """The positions of a sample: `pack.seq_len` for each of its rows."""
+        return self.data.rows_per_sample * self.pack.seq_len
+
     def to_json(self) -> dict[str, Any]:
         """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""
         return self.model_dump(mode="json")

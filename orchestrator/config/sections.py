@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from orchestrator.records.samples import rows_per_sample
+
 Rule = Literal["same", "may_change", "free"]
 # A function of a module.
 FUNCTION = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -103,16 +105,26 @@ class SourceConfig(Section):
         ),
     ]
     """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
-    content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
-    """What a record holds: a text, the messages of a chat, or a prompt with its completion."""
+    content: Annotated[
+        Literal["text", "chat", "prompt", "preference"], same("text, chat, prompt or preference")
+    ] = "text"
+    """What a record holds: a text, the messages of a chat, a prompt with its completion, or a prompt with a
+    chosen and a rejected answer (docs/howto/preference-tuning.md).
+    """
     text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
     """Field that holds the text; dots lead into a record's inner fields (`meta.body`)."""
     messages_field: Annotated[str, same("the name of a field", min_length=1)] = "messages"
     """Field that holds the list of messages (`content: chat`)."""
-    prompt_field: Annotated[str, same("the name of a field", min_length=1)] = "prompt"
-    """Field that holds what is given (`content: prompt`)."""
+    prompt_field: Annotated[str | None, same("the name of a field, or null", min_length=1)] = "prompt"
+    """Field that holds what is given (`content: prompt` and `preference`); null: chosen and rejected are
+    whole chats (`preference`), and the messages with which both begin are given.
+    """
     completion_field: Annotated[str, same("the name of a field", min_length=1)] = "completion"
     """Field that holds what is to follow (`content: prompt`)."""
+    chosen_field: Annotated[str, same("the name of a field", min_length=1)] = "chosen"
+    """Field that holds the better answer (`content: preference`)."""
+    rejected_field: Annotated[str, same("the name of a field", min_length=1)] = "rejected"
+    """Field that holds the worse answer (`content: preference`)."""
     loss: Annotated[Literal["assistant", "last", "all"], same("assistant, last or all")] = "assistant"
     """What is learnt of a chat (of a prompt with its completion): the assistant's turns (the completion), the
     last of them, or all.
@@ -205,6 +217,11 @@ class DataConfig(Section):
     gigatoken where it agrees with tokenizers.
     """
 
+    @property
+    def rows_per_sample(self) -> int:
+        """How many rows of a micro-batch each sample has."""
+        return rows_per_sample(source.content for source in self.sources)
+
 
 class PackConfig(Section):
     """How tokens become samples."""
@@ -215,7 +232,9 @@ class PackConfig(Section):
     a document per sample.
     """
     seq_len: Annotated[int, may_change("a whole number >= 1", ge=1)]
-    """Tokens per sample; under `bestfit` and `pad` it cannot change while packs of a window are taken."""
+    """Tokens per sample (of a preference, per answer with its prompt); under `bestfit` and `pad` it cannot
+    change while packs of a window are taken.
+    """
     long_document: Annotated[Literal["stop", "split", "skip"], same("stop, split or skip")] = "stop"
     """What happens to a document that no sample holds (`bestfit`, `pad`): the run stops, it is cut into
     stretches of `seq_len`, or it is skipped and counted.
@@ -383,7 +402,7 @@ class TrainConfig(Section):
     """
 
     global_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
-    """Samples per step, over all workers."""
+    """Samples per step, over all workers; a preference is one sample of two rows."""
     micro_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
     """Samples per forward pass; need not divide the batch, the last micro-batch is smaller. A router's
     balancing loss is computed over these.

@@ -21,6 +21,8 @@ from orchestrator.data.sources.records.content import (
     Conversation,
     Described,
     Document,
+    Preference,
+    Prompted,
     WrongFieldError,
     bare,
 )
@@ -28,7 +30,7 @@ from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
-from orchestrator.data.tokens.loss_mask import special_tokens
+from orchestrator.data.tokens.loss_mask import no_chat_template, special_tokens
 from orchestrator.data.tokens.tokenizer_json import parse
 from orchestrator.data.tokens.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
@@ -66,7 +68,7 @@ def check_first_records(spec: DataSpec) -> None:
         _require_transform_fields(plan)
         if refs := spec.settings.transforms.get(plan.source):
             _try_transforms(plan, spec.settings, Transforms(refs))
-        if plan.manifest.content.kind == "chat":
+        if plan.manifest.content.messages_at is not None:
             _render_chats(plan, spec)
 
 
@@ -91,16 +93,21 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
     from orchestrator.data.tokens.rendering import Renderer  # jinja2 is loaded only for rendering
 
     settings, chat = spec.settings, spec.tokenizer.chat
-    assert chat is not None, "a tokenizer without a template was refused"
-    renderer = Renderer(chat, special_tokens(parse(spec.tokenizer.model_json)))
+    renderer: Renderer | None = None
     loss = settings.loss.get(plan.source, "assistant")
     parse_special = settings.special_tokens_in_text == "parse"
     bad: tuple[str, BadContentError] | None = None
-    num_bad, roles, num_learnt = 0, Counter[str](), 0
+    num_bad, num_texts, roles, num_learnt = 0, 0, Counter[str](), 0
     for where, found in _first_chats(plan, settings):
         try:
             if isinstance(found, BadRecordError):
                 raise found
+            if isinstance(found, Prompted):
+                num_texts += 1
+                continue
+            if chat is None:
+                raise no_chat_template()
+            renderer = renderer or Renderer(chat, special_tokens(parse(spec.tokenizer.model_json)))
             rendered = renderer.render(found, loss, parse_special)
         except (BadRecordError, UnrenderableError) as error:
             bad, num_bad = bad or (where, error), num_bad + 1
@@ -109,11 +116,11 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
         else:
             roles.update(str(message.get("role")) for message in found.messages)
             num_learnt += bool(rendered.targets)
-    if bad is not None and not roles:
+    if bad is not None and not roles and not num_texts:
         first, reason = bad
         raise ConfigError(
             f"data.sources {plan.source}: {first}: {reason}; none of the first {num_bad} chats can be "
-            "rendered. Repair the records or the template, or set messages_field",
+            f"rendered. Repair the records or the template, or set {plan.manifest.content.settings}",
             code=reason.error_code or UNUSABLE,
         ) from reason
     if roles and not num_learnt:
@@ -127,8 +134,11 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
 
 def _first_chats(
     plan: SourcePlan, settings: StreamSettings
-) -> Iterator[tuple[str, Conversation | BadRecordError]]:
-    """(place, conversation or error) of the first chats of a source's order, after its transforms."""
+) -> Iterator[tuple[str, Conversation | Prompted | BadRecordError]]:
+    """(place, document or error) of the first chats of a source's order, after its transforms.
+
+    A preference gives both of its rows.
+    """
     window = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
     refs = settings.transforms.get(plan.source)
     transforms = Transforms(refs) if refs else None
@@ -147,8 +157,9 @@ def _first_chats(
             [bare(document)] if transforms is None else transforms.outputs(document, window.seed(position))
         )
         for output in outputs:
-            if isinstance(output, Conversation | BadRecordError):
-                yield where, output
+            for row in output.rows if isinstance(output, Preference) else (output,):
+                if isinstance(row, Conversation | Prompted | BadRecordError):
+                    yield where, row
 
 
 def _require_transform_fields(plan: SourcePlan) -> None:

@@ -46,6 +46,7 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.resume.source_lists import FIRST, first_sources, restart_text
+from orchestrator.records.samples import PREFERENCE
 from orchestrator.storage.home import remembered
 
 if TYPE_CHECKING:
@@ -212,9 +213,10 @@ def find_transforms(config: JobConfig) -> dict[str, TransformRef]:
     return found
 
 
-def reads_chats(config: JobConfig) -> bool:
-    """Whether the tokenizer needs a chat template."""
-    return any(source.content == "chat" for source in config.data.sources)
+def reads_chats(config: JobConfig) -> bool | None:
+    """Whether the tokenizer needs a chat template. None: only if the answers of preferences are messages."""
+    contents = {source.content for source in config.data.sources}
+    return None if PREFERENCE in contents else "chat" in contents
 
 
 def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:

@@ -81,6 +81,8 @@ def listed_as(source: SourceConfig, fragment_bytes: int, window_bytes: int) -> L
         messages_field=source.messages_field,
         prompt_field=source.prompt_field,
         completion_field=source.completion_field,
+        chosen_field=source.chosen_field,
+        rejected_field=source.rejected_field,
         transform_fields=source.transform_fields,
     )
     return Listed(

@@ -183,8 +183,10 @@ class TracingWindows(ReferenceWindows):
         assert stop - start <= self._capacity, "the positions are those of one sample"
         chunks, pack = self._newest[start // self._capacity]
         documents, begin, found = _documents(chunks), 0, list[DocumentSpan]()
+        num_rows = self._settings.rows_per_sample
         for content in pack:
             document = documents[content.document]
+            begin = max(begin, content.row * (self._capacity // num_rows))
             found.append(
                 DocumentSpan(
                     file=document.file,
@@ -194,8 +196,8 @@ class TracingWindows(ReferenceWindows):
                     begin=begin,
                     num_tokens=content.size,
                     first_token=content.first_token,
-                    begins=content.first_token == 0,
-                    ends=content.first_token + len(content.tokens) == document.num_tokens,
+                    begins=num_rows > 1 or content.first_token == 0,
+                    ends=num_rows > 1 or content.first_token + len(content.tokens) == document.num_tokens,
                 )
             )
             begin += content.size

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.errors import ConfigError
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.samples import sample_len_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -134,7 +135,7 @@ def budgets_for(
     def turned(given: int | None, unit: str, old: Length | None) -> Length | None:
         if given is None:
             return None
-        batch, seq_len = train.global_batch_size, config.pack.seq_len
+        batch, seq_len = train.global_batch_size, config.sample_len
         if old is not None and old.given == given and (unit != "samples" or old.seq_len == seq_len):
             return old
         tokens = {
@@ -169,8 +170,8 @@ def _scaled(config: JobConfig, before: Budgets, old: Mapping[str, Any]) -> tuple
     if old["train.lr"] != train.lr:
         return None
     factor = Fraction(*(before.lr_factor_squared or (1, 1)))
-    batch = train.global_batch_size * config.pack.seq_len
-    ratio = Fraction(batch, old["train.global_batch_size"] * old["pack.seq_len"])
+    batch = train.global_batch_size * config.sample_len
+    ratio = Fraction(batch, old["train.global_batch_size"] * sample_len_of(old))
     factor *= {"keep": Fraction(1), "linear": ratio**2, "sqrt": ratio}[train.lr_on_batch_change]
     return None if factor == 1 else (factor.numerator, factor.denominator)
 

@@ -98,7 +98,7 @@ class StepRange:
     """The samples of a step: [first_sample, first_sample + num_samples), with `num_tokens` positions.
 
     All samples are full except possibly the last one, which is shortened (and padded) if a token budget is
-    not a multiple of seq_len.
+    not a multiple of seq_len. `seq_len` counts the positions of a sample: those of all its rows.
     """
 
     first_sample: int
@@ -122,6 +122,8 @@ class BatchSlice:
     """One rank's share of one step: samples [start, stop) as contiguous token runs, and facts of the whole
     step.
 
+    `seq_len` is that of `step`: a sample has `rows_per_sample` rows for the model, one after the other.
+
     `step` is what the step really trains: fewer samples than requested at the end of the data (0: there are
     no more).
     """
@@ -138,6 +140,7 @@ class BatchSlice:
     step_digest: int  # unsigned 64 bit, of the whole step, as computed by the feed
     cursor: Cursor  # after the step
     end_of_data: bool  # nothing follows this step
+    rows_per_sample: int = 1
 
     @property
     def first_index(self) -> int:

@@ -199,7 +199,8 @@ class Member:
             train=job.train,
             eval=job.eval,
             resume=without_memory_points(job).resume,  # all ranks are restarted when one is lost
-            seq_len=job.pack.seq_len,
+            seq_len=job.sample_len,
+            rows_per_sample=job.data.rows_per_sample,
             document_attention=job.pack.attends_by_document,
             budgets=self._start.budgets,
             config_digest=starting.config_digest(job),

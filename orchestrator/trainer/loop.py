@@ -142,7 +142,7 @@ class _Trainer:
             self._token_losses = TokenLosses(job.sources, job.document_losses)
             self._gradient.token_losses = self._token_losses
             self._utilisation = Utilisation.of(
-                self._state.model, job.seq_len, job.train.precision, self._device
+                self._state.model, job.row_len, job.train.precision, self._device
             )
         writer = PartWriter(files.parts, _log.warning, placed=files.placed)
         self._saver = Saver(membership, writer, self._device, faults)

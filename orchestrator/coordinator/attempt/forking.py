@@ -40,6 +40,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.resume_plan import PointInfo
 from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.planning.schedule import Budgets
+from orchestrator.records.samples import sample_len_of
 from orchestrator.storage.open import absolute, join, split
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> P
         key=key,
         cursor=point.cursor,
         global_batch_size=point.config["train.global_batch_size"],
-        seq_len=point.config["pack.seq_len"],
+        seq_len=sample_len_of(point.config),
         world_size=point.commit.world_size,
         optimizer_steps=point.commit.optimizer_steps,
         budgets=budgets,

@@ -37,6 +37,7 @@ from orchestrator.planning.resume.source_lists import (
     start_of,
 )
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.samples import sample_len_of
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute
@@ -205,7 +206,7 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
     from orchestrator.data.code_process import call, needs_code
     from orchestrator.data.packing.samples import draw_past
 
-    batch, seq_len = point.config["train.global_batch_size"], point.config["pack.seq_len"]
+    batch, seq_len = point.config["train.global_batch_size"], sample_len_of(point.config)
     num_samples, job = request.num_samples(batch), _mixed_as(config, point.config)
     passed = call(needs_code(data), draw_past, data.mixed_as(job), point.cursor, num_samples, seq_len)
     if passed.samples < num_samples or passed.ends:

@@ -53,8 +53,8 @@ class StreamSettings:
 
     `loss` maps a source to the part of a conversation or a prompt that is trained: `assistant` (the default:
     the assistant's turns, the completion), `last` or `all`. `pack_mode`, `long_document` (or `SPLIT_WHOLE`)
-    and `max_long_share` are the fields of the configuration's `pack`. `seq_len` is the samples' length;
-    `concat` does not use it.
+    and `max_long_share` are the fields of the configuration's `pack`. `seq_len` is the samples' length: the
+    positions of all its `rows_per_sample` rows together; `concat` does not use it.
 
     `transforms` and `holdout` (the share of records that is held out) are by source; a source without an
     entry has none. The stream contains all records that are not held out, or with `held_out` only the
@@ -78,6 +78,7 @@ class StreamSettings:
     loss: dict[str, str] = field(default_factory=dict)
     pack_mode: str = "concat"
     seq_len: int = 0
+    rows_per_sample: int = 1
     long_document: str = "stop"
     max_long_share: float = 0.5
     transforms: dict[str, tuple[TransformRef, ...]] = field(default_factory=dict)
@@ -114,7 +115,8 @@ def settings_of(config: JobConfig) -> StreamSettings:
         accept_changed=config.resume.accept_changed,
         loss={source.name: source.loss for source in data.sources},
         pack_mode=config.pack.mode,
-        seq_len=config.pack.seq_len,
+        seq_len=config.sample_len,
+        rows_per_sample=config.data.rows_per_sample,
         long_document=config.pack.long_document,
         max_long_share=config.pack.max_long_share,
         loss_units=config.train.objective_units if ":" in config.train.objective_units else "",

@@ -257,7 +257,7 @@ def needs_of_feed(job: JobConfig, spec: DataSpec) -> MemoryNeeds:
         num_ranks=job.cluster.max_workers,
         window_bytes=spec.settings.window_bytes,
         replay_bytes=job.data.replay_bytes,
-        step_tokens=job.train.global_batch_size * job.pack.seq_len,
+        step_tokens=job.train.global_batch_size * job.sample_len,
         vocab_size=spec.vocab_size,
         lists_bytes=sum(files.nbytes for files in lists),
         large_decoders=job.data.refresh is not None

@@ -104,8 +104,9 @@ SLOTS_PER_TOKENIZER = 1
 TOKENIZER_NICENESS = 19
 
 _INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
-# `loss` is null if all tokens are targets, `output` if each record gives one document
-_BINARIES = dict.fromkeys(_INT32S, "<i4") | {"place": "<i8", "loss": "?", "output": "<i4"}
+# `loss` is null if all tokens are targets, `output` if each record gives one document, `row` if each sample
+# has one row
+_BINARIES = dict.fromkeys((*_INT32S, "output", "row"), "<i4") | {"place": "<i8", "loss": "?"}
 _TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
 _ROW = pa.schema(

@@ -37,6 +37,7 @@ from orchestrator.planning.resume.source_lists import (
     source_changes,
 )
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.samples import PREFERENCE
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
@@ -301,10 +302,12 @@ def _numbers(config: JobConfig, place: bytes) -> Mapping[str, int]:
 
 
 def _number(place: bytes, source: SourceConfig, sizes: list[int]) -> int:
-    listed_by = source.model_dump(mode="json", include=_LISTED_BY)
+    fields = _LISTED_BY | _OF_PREFERENCES if source.content == PREFERENCE else _LISTED_BY
+    listed_by = source.model_dump(mode="json", include=fields)
     how = orjson.dumps([listed_by, sizes], option=orjson.OPT_SORT_KEYS)
     return 1 + int.from_bytes(blake3(how + place).digest(_START_BYTES), "big")
 
 
 _LISTED_BY = {"name", "path", "format", "content", "text_field", "messages_field", "prompt_field"}
 _LISTED_BY |= {"completion_field"}
+_OF_PREFERENCES = {"chosen_field", "rejected_field"}

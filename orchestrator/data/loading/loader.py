@@ -225,7 +225,7 @@ class Share:
 
     global_batch_size: int  # samples of a step, over all ranks
     micro_batch_size: int  # samples; ranks receive whole micro-batches
-    seq_len: int
+    seq_len: int  # positions of a sample
     rank: int
     world_size: int
     micro_batches: bool
@@ -237,7 +237,8 @@ def rank_batches(drawn: StepSamples, share: Share, tensors: Tensors) -> list[Bat
     Each has `input_ids`, `labels` (the next token of each position, -100: no loss) and `document_ids` (-1:
     padding), all (num_samples, seq_len), int32 as arrays, int64 as tensors. `step_targets` is the number of
     target tokens of the whole step over all ranks. `first_index` is the index of the batch's first sample in
-    the stream. A rank without samples in the step gets one row of padding.
+    the stream. A rank without samples in the step gets one sample of padding. A sample of
+    `content: preference` has two rows, (2 · num_samples, seq_len).
     """
     step, micro = drawn.step, share.micro_batch_size
     first, stop = rank_samples(0, step.num_samples, micro, share.rank, share.world_size)
@@ -254,7 +255,8 @@ def _batch(tables: list[Int32Array], drawn: StepSamples, first: int, tensors: Te
     if not len(tables[0]):
         fillers = (PAD_TOKEN, NO_LOSS, PADDING)
         tables = [np.full((1, drawn.step.seq_len), filler, np.int32) for filler in fillers]
-    batch: Batch = dict(zip(_NAMES, tables, strict=True))
+    shape = (len(tables[0]) * drawn.rows_per_sample, drawn.step.seq_len // drawn.rows_per_sample)
+    batch: Batch = dict(zip(_NAMES, (table.reshape(shape) for table in tables), strict=True))
     if tensors == "torch":
         import torch
 

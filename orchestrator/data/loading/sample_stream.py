@@ -123,7 +123,7 @@ class SampleStream:
                     f"{self._rank} of {self._world_size}; call .batches(), which gives each rank its share",
                     code="command.samples_with_ranks",
                 )
-            self._samples = self._take_drawing().samples(self._config.pack.seq_len)
+            self._samples = self._take_drawing().samples(self._config.sample_len)
         self._last = next(self._samples)
         return self._last
 
@@ -153,7 +153,7 @@ class SampleStream:
         share = Share(
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            seq_len=self._config.pack.seq_len,
+            seq_len=self._config.sample_len,
             rank=self._rank,
             world_size=self._world_size,
             micro_batches=micro_batches,

@@ -27,6 +27,7 @@ def loss_units(
     input_ids: Int32Array,
     labels: Int32Array,
     document_ids: Int32Array,
+    rows_per_sample: int = 1,
 ) -> float:
     """Returns the units of all samples, as the function `path` counts them sample by sample.
 
@@ -35,16 +36,18 @@ def loss_units(
     raises, or does not return a finite number of at least 0.
     """
     function, total = _function(path), 0
-    for row, number in enumerate(numbers):
-        ids = input_ids[row : row + 1]
+    for at, number in enumerate(numbers):
+        ids, targets, documents = (
+            column[at].reshape(rows_per_sample, -1) for column in (input_ids, labels, document_ids)
+        )
         sample = HostBatch(
             input_ids=ids,
-            labels=labels[row : row + 1],
-            document_ids=document_ids[row : row + 1],
+            labels=targets,
+            document_ids=documents,
             source_ids=np.full_like(ids, number),
-            sample_indices=np.full(ids.shape, first_index + row),
+            sample_indices=np.full(ids.shape, first_index + at),
         )
-        total += _of_sample(path, function, sample, first_index + row)
+        total += _of_sample(path, function, sample, first_index + at)
     return total / (1 << _FRACTION_BITS)
 
 

@@ -27,7 +27,11 @@ PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """The documents of a window that have a target, in order."""
+    """The documents of a window that have a target, in order.
+
+    Of samples with two rows, each document has two: its tokens are those of the first row, then those of the
+    second, and both have a target.
+    """
 
     tokens: Int32Array  # of all documents
     loss: BoolArray | None  # like tokens
@@ -36,10 +40,11 @@ class Documents:
     file: Int32Array  # (num_documents,)
     place: Int64Array  # (num_documents,)
     unpacked: int  # documents without a target
+    first_row: Int64Array | None = None  # (num_documents,) tokens of the first row; None: there is one row
 
 
 def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
-    """The documents of a whole window."""
+    """The documents of a whole window. The chunks of samples with two rows have `row`."""
 
     def column(name: str) -> Any:
         return np.concatenate([getattr(chunk, name) for chunk in chunks])
@@ -49,13 +54,18 @@ def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
     number = np.cumsum(new) - 1
     length = np.bincount(number, weights=column("num_tokens")[is_piece]).astype(np.int64)
     begin = np.cumsum(length) - length
-    tokens, loss, targets = column("tokens"), None, np.maximum(length - 1, 0)
+    tokens, loss, first_row = column("tokens"), None, None
     if any(chunk.loss is not None for chunk in chunks):
         every = [np.ones(len(c.tokens), np.bool_) if c.loss is None else c.loss for c in chunks]
         loss = np.concatenate(every)
-        before = np.concatenate([[0], np.cumsum(loss)])
-        targets = before[begin + length] - before[np.minimum(begin + 1, begin + length)]
-    kept = targets > 0
+    if chunks[0].row is None:
+        kept = _has_target(loss, begin, length)
+    else:
+        in_first = np.where(column("row")[is_piece] == 0, column("num_tokens")[is_piece], 0)
+        first_row = np.bincount(number, weights=in_first).astype(np.int64)
+        kept = _has_target(loss, begin, first_row)
+        kept &= _has_target(loss, begin + first_row, length - first_row)
+        first_row = first_row[kept]
     return Documents(
         tokens=tokens,
         loss=loss,
@@ -64,7 +74,17 @@ def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
         file=column("file")[is_piece][new][kept],
         place=column("place")[is_piece][new][kept],
         unpacked=int((~kept).sum()),
+        first_row=first_row,
     )
+
+
+def _has_target(loss: BoolArray | None, begin: Int64Array, length: Int64Array) -> BoolArray:
+    """Whether a token after the first is a target, in stretches of `length` tokens from `begin` on."""
+    if loss is None:
+        return length > 1
+    before = np.concatenate([[0], np.cumsum(loss)])
+    found: BoolArray = before[begin + length] > before[np.minimum(begin + 1, begin + length)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +95,7 @@ class Packs:
     size: Int64Array  # (num_stretches,) positions of each
     firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch; last: of all
     long_documents: tuple[str, ...]  # skipped documents: the place and the reason
+    rows_per_sample: int = 1
 
     @property
     def num(self) -> int:
@@ -105,6 +126,7 @@ class PackedWindow:
             sizes=size,
             firsts=firsts - firsts[0],
             loss=None if loss is None else loss[at],
+            rows_per_sample=self.packs.rows_per_sample,
         )
 
 
@@ -117,6 +139,21 @@ class WindowPacking:
     seq_len: int
     path_of: PathOf
 
+    @property
+    def row_len(self) -> int:
+        """The positions of a row of a sample."""
+        return self.seq_len // self.settings.rows_per_sample
+
+    @property
+    def _other_ways(self) -> str:
+        return "split or skip" if self.settings.rows_per_sample == 1 else "skip"
+
+    @property
+    def _or_split(self) -> str:
+        if self.settings.rows_per_sample > 1:
+            return ""
+        return ", set pack.long_document=split in a new run (another run.name)"
+
     def packed(
         self, begin: SourceCursor, end: SourceCursor, documents: Documents, reasons: tuple[str, ...]
     ) -> PackedWindow:
@@ -126,14 +163,10 @@ class WindowPacking:
         Raises `DataError` if a document is too long (`pack.long_document: stop`), or too many are (`skip`).
         """
         kept, long_documents = self._kept(documents, begin.epoch)
-        document, first, size = stretches(documents.length[kept], self.seq_len)
-        if documents.loss is not None and self.settings.long_document == "split":
-            begins = documents.begin[kept][document] + first
-            targets = np.concatenate([[0], np.cumsum(documents.loss)])
-            learnt = targets[begins + 1 + size] > targets[begins + 1]
-            document, first, size = document[learnt], first[learnt], size[learnt]
-        packs = self._together(size, begin)
-        order = np.array([number for pack in packs for number in pack], np.int64)
+        if documents.first_row is not None:
+            packs = _packs_of_pairs(documents, documents.first_row, kept, long_documents)
+        else:
+            packs = self._packs(documents, kept, begin, long_documents)
         end = replace(
             end,
             unpacked_documents=begin.unpacked_documents + documents.unpacked,
@@ -144,24 +177,39 @@ class WindowPacking:
             begin=begin,
             end=end,
             documents=documents,
-            packs=Packs(
-                begin=(documents.begin[kept][document] + first)[order],
-                size=size[order],
-                firsts=np.cumsum([0, *map(len, packs)]),
-                long_documents=long_documents,
-            ),
+            packs=packs,
             reasons=reasons,
+        )
+
+    def _packs(
+        self, documents: Documents, kept: BoolArray, begin: SourceCursor, long_documents: tuple[str, ...]
+    ) -> Packs:
+        """The packs of documents that may share a sample, or be divided among several."""
+        document, first, size = stretches(documents.length[kept], self.seq_len)
+        if documents.loss is not None and self.settings.long_document == "split":
+            begins = documents.begin[kept][document] + first
+            targets = np.concatenate([[0], np.cumsum(documents.loss)])
+            learnt = targets[begins + 1 + size] > targets[begins + 1]
+            document, first, size = document[learnt], first[learnt], size[learnt]
+        packs = self._together(size, begin)
+        order = np.array([number for pack in packs for number in pack], np.int64)
+        return Packs(
+            begin=(documents.begin[kept][document] + first)[order],
+            size=size[order],
+            firsts=np.cumsum([0, *map(len, packs)]),
+            long_documents=long_documents,
         )
 
     def _kept(self, documents: Documents, epoch: int) -> tuple[BoolArray, tuple[str, ...]]:
         """Which documents go into packs, and the place and reason of those that are too long."""
         if self.settings.long_document in ("split", SPLIT_WHOLE):
             return documents.length > 1, ()
-        long = documents.length > self.seq_len + 1
+        length = _longer_row(documents)
+        long = length > self.row_len + 1
         long_documents = tuple(self._long(documents, int(number), epoch) for number in np.flatnonzero(long))
         if long_documents and self.settings.long_document != "skip":
             raise DataError(
-                f"{long_documents[0]}; set pack.long_document=split or skip in a new run (another "
+                f"{long_documents[0]}; set pack.long_document={self._other_ways} in a new run (another "
                 "run.name), or make pack.seq_len larger",
                 code="data.long_document",
             )
@@ -186,9 +234,9 @@ class WindowPacking:
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and long > most * seen:
             raise DataError(
                 f"{long:,} of the first {seen:,} documents of source {self.source} are longer than a sample "
-                f"of pack.seq_len={self.seq_len:,} and are skipped (pack.long_document=skip), more than "
-                f"pack.max_long_share={most}; make pack.seq_len larger, set pack.long_document=split in a "
-                "new run (another run.name), or allow a larger share",
+                f"of pack.seq_len={self.row_len:,} and are skipped (pack.long_document=skip), more than "
+                f"pack.max_long_share={most}; make pack.seq_len larger{self._or_split}, or allow a larger "
+                "share",
                 code="data.too_many_long",
             )
 
@@ -196,9 +244,31 @@ class WindowPacking:
         """The message that a document is too long."""
         path, place = self.path_of(epoch, int(documents.file[number])), int(documents.place[number])
         return (
-            f"{path}: the document at {place} (source {self.source}) has {documents.length[number]:,} "
-            f"tokens, a sample of pack.seq_len={self.seq_len:,} holds {self.seq_len + 1:,}"
+            f"{path}: the document at {place} (source {self.source}) has {_longer_row(documents)[number]:,} "
+            f"tokens, a sample of pack.seq_len={self.row_len:,} holds {self.row_len + 1:,}"
         )
+
+
+def _longer_row(documents: Documents) -> Int64Array:
+    """(num_documents,) tokens of each document, or of the longer one of its two rows."""
+    if documents.first_row is None:
+        return documents.length
+    longer: Int64Array = np.maximum(documents.first_row, documents.length - documents.first_row)
+    return longer
+
+
+def _packs_of_pairs(
+    documents: Documents, first_row: Int64Array, kept: BoolArray, long_documents: tuple[str, ...]
+) -> Packs:
+    """A pack for each document, in order, with a stretch for each of its two rows."""
+    begin, first, length = documents.begin[kept], first_row[kept], documents.length[kept]
+    return Packs(
+        begin=np.stack([begin, begin + first], axis=1).reshape(-1),
+        size=np.stack([first, length - first], axis=1).reshape(-1) - 1,
+        firsts=2 * np.arange(len(begin) + 1),
+        long_documents=long_documents,
+        rows_per_sample=2,
+    )
 
 
 # ------------------------------------------------------------------------------------- arrangement of lengths

@@ -50,6 +50,7 @@ def draw_step(
 class Sample:
     """One sample of the canonical stream. Arrays are int32 of shape (seq_len,).
 
+    Of `content: preference` they have the shape (2, seq_len): the chosen answer, and the rejected one.
     Label -100: no loss. Document id -1: padding.
     """
 
@@ -95,6 +96,11 @@ def draw_samples(
             return
         first = drawn.first_index
         numbers, input_ids, labels, document_ids = drawn.arrays(0, drawn.step.num_samples)
+        if drawn.rows_per_sample > 1:
+            shape = (len(numbers), drawn.rows_per_sample, -1)
+            input_ids, labels, document_ids = (
+                each.reshape(shape) for each in (input_ids, labels, document_ids)
+            )
         rows = zip(numbers.tolist(), input_ids, labels, document_ids, strict=True)
         for number, (source, ids, targets, documents) in enumerate(rows):
             yield Sample(

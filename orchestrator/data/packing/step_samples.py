@@ -42,6 +42,7 @@ class StepSamples:
         bad_reasons: tuple[tuple[str, str], ...],
         cursors: Callable[[int], Cursor] | None = None,
         units_path: str = "",
+        rows_per_sample: int = 1,
     ) -> None:
         self.step = step  # the samples that it holds, perhaps fewer than requested
         self.numbers = numbers  # (num_samples,) the number of each sample's source
@@ -51,7 +52,7 @@ class StepSamples:
         self.bad_reasons = bad_reasons
         self._runs = runs  # by the source's number
         self._cursors = cursors
-        self._units_path = units_path
+        self._units_path, self.rows_per_sample = units_path, rows_per_sample
 
     @property
     def first_index(self) -> int:
@@ -79,7 +80,7 @@ class StepSamples:
         units = None
         if self._units_path:
             rows = self.rows(0, self.step.num_samples)
-            units = loss_units(self._units_path, self.first_index, *rows)
+            units = loss_units(self._units_path, self.first_index, *rows, self.rows_per_sample)
         return StepFacts(
             step=self.step,
             targets=self.targets,
@@ -87,6 +88,7 @@ class StepSamples:
             digest=self.digest,
             cursor=self.cursor,
             end_of_data=self.end_of_data,
+            rows_per_sample=self.rows_per_sample,
         )
 
     def cursor_after(self, num_samples: int) -> Cursor:
@@ -149,20 +151,27 @@ class StepFacts:
     digest: int
     cursor: Cursor
     end_of_data: bool
+    rows_per_sample: int = 1
 
     @cached_property
     def _packed(self) -> bytes:
         fields = (self.step, self.targets, self.units, self.digest, self.cursor, self.end_of_data)
-        return pickle.dumps(fields)
+        return pickle.dumps((*fields, self.rows_per_sample))
 
     def __reduce__(self) -> tuple[Callable[[bytes], StepFacts], tuple[bytes]]:
         return _unpacked, (self._packed,)
 
 
 def _unpacked(packed: bytes) -> StepFacts:
-    step, targets, units, digest, cursor, end = pickle.loads(packed)  # noqa: S301  the feeder's own
+    step, targets, units, digest, cursor, end, rows = pickle.loads(packed)  # noqa: S301  the feeder's own
     return StepFacts(
-        step=step, targets=targets, units=units, digest=digest, cursor=cursor, end_of_data=end
+        step=step,
+        targets=targets,
+        units=units,
+        digest=digest,
+        cursor=cursor,
+        end_of_data=end,
+        rows_per_sample=rows,
     )
 
 
@@ -197,6 +206,7 @@ class StepShare:
             step_digest=facts.digest,
             cursor=facts.cursor,
             end_of_data=facts.end_of_data,
+            rows_per_sample=facts.rows_per_sample,
         )
 
 
@@ -293,7 +303,8 @@ class Run:
 class PackedRun:
     """Packs of one source, each a sample: documents, or stretches of one, side by side.
 
-    A stretch of n positions has n + 1 tokens: the first n are its inputs, the last n its labels.
+    A stretch of n positions has n + 1 tokens: the first n are its inputs, the last n its labels. Where a
+    sample has several rows, each of its stretches is the beginning of one.
     """
 
     seq_len: int
@@ -301,6 +312,7 @@ class PackedRun:
     sizes: Int64Array  # (num_stretches,) positions of each
     firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch; last: of all
     loss: BoolArray | None = None  # like tokens: False for a token that is no target; None: all are
+    rows_per_sample: int = 1
 
     @property
     def num_packs(self) -> int:
@@ -339,6 +351,7 @@ class PackedRun:
             sizes=self.sizes[low:high],
             firsts=firsts - low,
             loss=None if self.loss is None else self.loss[here],
+            rows_per_sample=self.rows_per_sample,
         )
 
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
@@ -352,6 +365,8 @@ class PackedRun:
         before = np.cumsum(sizes) - sizes  # positions of the stretches before it
         pack = np.repeat(np.arange(num), per_pack)
         in_pack = before - before[firsts[:-1] - low][pack] if num else before
+        if self.rows_per_sample > 1:
+            in_pack = number * (seq_len // self.rows_per_sample)
         token, within = _spread(sizes)
         source = int((self.sizes[:low] + 1).sum()) + token + within
         target = np.repeat(pack * seq_len + in_pack, sizes) + within
@@ -367,14 +382,18 @@ class PackedRun:
         return inputs.reshape(shape), labels.reshape(shape), documents.reshape(shape)
 
 
-def joined(runs: Sequence[PackedRun], seq_len: int) -> PackedRun:
+def joined(runs: Sequence[PackedRun], seq_len: int, rows_per_sample: int = 1) -> PackedRun:
     """All runs as one."""
     if len(runs) == 1:
         return runs[0]
     if not runs:
         none = np.empty(0, np.int64)
         return PackedRun(
-            seq_len=seq_len, tokens=np.empty(0, np.int32), sizes=none, firsts=np.zeros(1, np.int64)
+            seq_len=seq_len,
+            tokens=np.empty(0, np.int32),
+            sizes=none,
+            firsts=np.zeros(1, np.int64),
+            rows_per_sample=rows_per_sample,
         )
     masked = any(run.loss is not None for run in runs)
     every = [np.ones(len(run.tokens), np.bool_) if run.loss is None else run.loss for run in runs]
@@ -384,6 +403,7 @@ def joined(runs: Sequence[PackedRun], seq_len: int) -> PackedRun:
         sizes=np.concatenate([run.sizes for run in runs]),
         firsts=np.cumsum([0, *np.concatenate([np.diff(run.firsts) for run in runs])]),
         loss=np.concatenate(every) if masked else None,
+        rows_per_sample=rows_per_sample,
     )
 
 

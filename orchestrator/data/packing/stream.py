@@ -69,7 +69,7 @@ class Stream:
             source.name: _packer(cursor.sources.get(source.name, SourceCursor()), source, settings)
             for source in sources
         }
-        self._units_path = settings.loss_units
+        self._units_path, self._rows_per_sample = settings.loss_units, settings.rows_per_sample
         self._limits = {source.name: source.num_epochs for source in sources}
         self._stops_at_end = len(sources) > 1 and mixture is not None and mixture.on_end == "stop"
         assert mixture is not None or len(sources) == 1, "several sources take turns by a mixture"
@@ -260,6 +260,7 @@ class Stream:
             bad_reasons=reasons,
             cursors=inside.after if inside is not None else None,
             units_path=self._units_path,
+            rows_per_sample=self._rows_per_sample,
         )
 
 

@@ -115,8 +115,9 @@ class WindowPacker:
             if not self._epoch_has_packs and not self._settings.held_out:
                 raise DataError(
                     f"epoch {chunk.epoch} of source {self._source} has no document that has a target and "
-                    f"fits into a sample of pack.seq_len={self._seq_len}; check the path and the fields of "
-                    f"the source in data.sources, and pack.long_document={self._settings.long_document}",
+                    f"fits into a sample of pack.seq_len={self._packing.row_len}; check the path and the "
+                    "fields of the source in data.sources, and "
+                    f"pack.long_document={self._settings.long_document}",
                     code="data.nothing_to_train",
                 )
             self._epoch_has_packs = False
@@ -138,7 +139,7 @@ class WindowPacker:
         for _ in range(passed):
             window = self._windows.popleft()
             self._reasons += window.reasons + window.packs.long_documents
-        return joined(runs, seq_len), cursors
+        return joined(runs, seq_len, self._settings.rows_per_sample), cursors
 
     def passed_reasons(self, all_of_them: bool) -> tuple[str, ...]:
         """Why documents in the windows before the cursor are bad, or too long, each once.
@@ -190,9 +191,10 @@ class WindowPacker:
         self._begin = begin
 
     def _not_this_length(self, packs: int, old: int, new: int) -> DataIdentityError:
+        kept = old // self._settings.rows_per_sample
         return DataIdentityError(
             f"{packs} packs of {old} positions were taken from a window of source {self._source}, and its "
-            f"other documents cannot be packed into samples of {new}; keep pack.seq_len={old}",
+            f"other documents cannot be packed into samples of {new}; keep pack.seq_len={kept}",
             code="resume.seq_len_within_window",
         )
 

@@ -203,6 +203,8 @@ class ChunkWriter:
             where = f"{self._manifest.path(file)}: {unit} {place}"
             raise unencodable(where, error) from error
         batch = _Batch(table, encoded, self._masked, self._reasons, self._settings)
+        if self._settings.rows_per_sample > 1:
+            batch.columns["row"] = batch.rows()
         if self._outputs is not None:
             batch.columns["output"] = np.array(self._outputs, np.int64)
             self._outputs = []
@@ -259,6 +261,7 @@ class _Batch:
         ids, lengths = encoded
         is_piece = self.columns["kind"] == PIECE
         self.is_masked, self._loss = bool(masked), [piece.loss for piece in masked]
+        self._rows = [piece.row for piece in masked]
         if masked:
             self.tokens = np.concatenate([piece.tokens for piece in masked])
             wrapped = np.fromiter((len(piece.tokens) for piece in masked), np.int64, len(masked))
@@ -269,6 +272,12 @@ class _Batch:
         self.columns["num_tokens"] = np.zeros(len(table), np.int64)
         self.columns["num_tokens"][is_piece] = wrapped
         self.reasons = reasons
+
+    def rows(self) -> Int64Array:
+        """The row of each entry in its sample; 0 for entries without tokens."""
+        rows = np.zeros(len(self.columns["kind"]), np.int64)
+        rows[self.columns["kind"] == PIECE] = self._rows
+        return rows
 
     def loss_of_all(self) -> BoolArray:
         """Which of the tokens are targets."""

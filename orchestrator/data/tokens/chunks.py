@@ -18,10 +18,8 @@ from orchestrator.data.sources.records.content import (
     FIELD_SETTINGS,
     BadContentError,
     BadRecordError,
-    Conversation,
     Described,
     Document,
-    Prompted,
     WrongFieldError,
     bare,
 )
@@ -29,7 +27,7 @@ from orchestrator.data.sources.windows import OrderedWindow, TextRun, Window, re
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.chunk_writer import ChunkWriter, unencodable
 from orchestrator.data.tokens.encoder import GIGATOKEN, Encoder, Pieces, UnencodableTextError, difference_text
-from orchestrator.data.tokens.loss_mask import MaskedEncoder
+from orchestrator.data.tokens.loss_mask import Masked, MaskedEncoder
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.data.tokens.transforms import Output, Transforms, first_difference, utf8_size
@@ -282,7 +280,7 @@ class _Records:
                 yield from writer.full_chunks()
 
     def _add_masked(
-        self, position: int, document: Conversation | Prompted, first_piece: int
+        self, position: int, document: Masked, first_piece: int
     ) -> Iterator[TokenChunk]:
         """Adds a document that is partly trained. A document without targets is counted as empty."""
         writer, window, settings, task = self._writer, self._window, self._settings, self._task

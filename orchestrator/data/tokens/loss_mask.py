@@ -1,4 +1,4 @@
-"""Encodes documents that are partly trained: a conversation, or a prompt with its completion.
+"""Encodes documents that are partly trained: a conversation, a prompt with its completion, or a preference.
 
 The result is token ids and a mask of targets. A token is a target if any of its characters is to be trained,
 as in transformers' assistant masks.
@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.sources.records.content import Conversation, Document, Prompted
-from orchestrator.data.tokens.chat_template import Rendered, Span, SpecialToken
+from orchestrator.data.sources.records.content import Conversation, Document, Preference, Prompted
+from orchestrator.data.tokens.chat_template import (
+    Rendered,
+    Span,
+    SpecialToken,
+    UnrenderableError,
+)
 from orchestrator.data.tokens.encoder import Encoder, Pieces, difference_text
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import ConfigError
@@ -26,10 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedPiece:
-    """Tokens of a piece of a document, (num_tokens,) each. `loss` False: the token is no target."""
+    """Tokens of a piece of a document, (num_tokens,) each. `loss` False: the token is no target.
+
+    `row`: the row of its sample, 0 unless the document is a preference.
+    """
 
     tokens: Int32Array
     loss: BoolArray
+    row: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +76,7 @@ _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".jo
 _BEGIN, _AFTER_SPECIAL, _INSIDE = "begin", "after special", "inside"
 
 
+Masked = Conversation | Prompted | Preference
 _How = Callable[[Encoder, Sequence[str]], tuple[Int32Array, Int32Array]]
 
 
@@ -82,7 +92,7 @@ class MaskedEncoder:
 
     def encode(
         self,
-        document: Conversation | Prompted,
+        document: Masked,
         loss: str,
         ends: tuple[int | None, int | None],
         piece_bytes: int,
@@ -91,14 +101,15 @@ class MaskedEncoder:
 
         `loss`: `assistant`, `last` or `all`. `ends`: the BOS and EOS around a prompt and its completion (in a
         chat only the template makes special tokens). A prompt and its completion are encoded separately, as
-        at inference. Raises `UnrenderableError` and `DataError` as `Renderer`, and `UnencodableTextError` for
-        a text that the tokenizer has no ids for.
+        at inference. The pieces of a preference are those of both answers, each with its prompt, one after
+        the other. Raises `UnrenderableError` and `DataError` as `Renderer`, also for an answer of which
+        nothing is learnt, and `UnencodableTextError` for a text that the tokenizer has no ids for.
         """
         return self._document(document, loss, ends, piece_bytes, Encoder.encode)
 
     def difference(
         self,
-        document: Conversation | Prompted,
+        document: Masked,
         loss: str,
         ends: tuple[int | None, int | None],
         piece_bytes: int,
@@ -114,12 +125,14 @@ class MaskedEncoder:
 
     def _document(
         self,
-        document: Conversation | Prompted,
+        document: Masked,
         loss: str,
         ends: tuple[int | None, int | None],
         piece_bytes: int,
         how: _How,
     ) -> MaskedDocument:
+        if isinstance(document, Preference):
+            return _joined([self._document(row, loss, ends, piece_bytes, how) for row in document.rows])
         if isinstance(document, Conversation):
             if not document.messages:
                 return MaskedDocument(pieces=(), special_texts=0)
@@ -137,11 +150,7 @@ class MaskedEncoder:
     def _rendering(self) -> Renderer:
         if self._renderer is None:
             if self._model.chat is None:
-                raise ConfigError(
-                    "data.sources: the documents are conversations, and the tokenizer has no chat_template; "
-                    "add one to its tokenizer_config.json, or as chat_template.jinja",
-                    code="tokenizer.no_chat_template",
-                )
+                raise no_chat_template()
             from orchestrator.data.tokens.rendering import Renderer
 
             self._renderer = Renderer(self._model.chat, special_tokens(self._content))
@@ -216,6 +225,15 @@ class MaskedEncoder:
         return lengths if data == expected else None
 
 
+def no_chat_template() -> ConfigError:
+    """The error that conversations cannot be rendered."""
+    return ConfigError(
+        "data.sources: the documents are conversations, and the tokenizer has no chat_template that can be "
+        "used; add one to its tokenizer_config.json, or as chat_template.jinja",
+        code="tokenizer.no_chat_template",
+    )
+
+
 def require_masks(name: str, model: TokenizerModel, content: Mapping[str, str]) -> None:
     """Raises `ConfigError` if chats or prompts (`content` of each source) need a tokenizer.json that is not
     exact.
@@ -237,12 +255,29 @@ def _all_ids(document: MaskedDocument) -> Int32Array:
     return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in document.pieces)])
 
 
+def _joined(rows: Sequence[MaskedDocument]) -> MaskedDocument:
+    """A preference from the documents of its rows."""
+    for name, row in zip(("chosen", "rejected"), rows, strict=True):
+        if not row.pieces:
+            raise UnrenderableError(
+                f"nothing of the {name} answer is learnt; it needs a message with the role assistant and a "
+                "weight other than 0",
+                code="chat.nothing_learnt",
+            )
+    return MaskedDocument(
+        pieces=tuple(replace(piece, row=at) for at, row in enumerate(rows) for piece in row.pieces),
+        special_texts=sum(row.special_texts for row in rows),
+    )
+
+
 def plain_text(document: Document) -> str:
     """The text of a document, without a template: for display and comparison, not for training."""
     if isinstance(document, str):
         return document
     if isinstance(document, Prompted):
         return document.prompt + document.completion
+    if isinstance(document, Preference):
+        return "\n".join(plain_text(row) for row in document.rows)
     contents = (message.get("content") for message in document.messages)
     return "\n".join(content for content in contents if isinstance(content, str))
 

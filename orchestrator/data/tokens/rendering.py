@@ -107,7 +107,7 @@ class Renderer:
                     "them as any other text",
                     code="chat.special_tokens",
                 )
-        targets = turns.targets(loss, not conversation.as_stored)
+        targets = turns.targets(loss, not conversation.as_stored, conversation.num_given)
         return self._read(turns.text, targets, marks, spelled, tagged=turns.tagged)
 
     def text_of(self, shown: _Shown, marks: str, prompt: bool = False) -> str:
@@ -209,9 +209,13 @@ class _Turns:
         except Exception as error:  # a template may raise anything
             raise _not_taken(error) from error
 
-    def targets(self, loss: str, weighted: bool) -> list[Span]:
-        """The spans to be trained. `weighted`: without messages whose `weight` is 0."""
-        left_out = {i for i, m in enumerate(self._messages) if weighted and m.get("weight") == 0}
+    def targets(self, loss: str, weighted: bool, num_given: int = 0) -> list[Span]:
+        """The spans to be trained, without the first `num_given` messages.
+
+        `weighted`: also without messages whose `weight` is 0.
+        """
+        weights = (message.get("weight") if weighted else None for message in self._messages)
+        left_out = {i for i, weight in enumerate(weights) if i < num_given or weight == 0}
         if loss == "all":
             self.tagged = True  # no cut at the turns' ends
             return _outside([self._message(number) for number in sorted(left_out)], len(self.text))

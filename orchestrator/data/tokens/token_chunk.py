@@ -53,6 +53,8 @@ class TokenChunk:
     loss: BoolArray | None = None  # (num_tokens,) False: the token is no target; None: all are
     # (num_entries,) number of the document among those of its record; None: each record gives one
     output: Int32Array | None = None
+    # (num_entries,) row of its sample that the piece belongs to; None: samples have one row
+    row: Int32Array | None = None
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
         str, ...

@@ -257,8 +257,9 @@ def _from_hub(name: str) -> dict[str, bytes]:
     return _with_json(name, Path(folder), {})
 
 
-def examine(name: str, files: dict[str, bytes], chat: bool = False) -> TokenizerFacts:
-    """The facts from the files. `chat`: with the chat template, which is then a part of the digest.
+def examine(name: str, files: dict[str, bytes], chat: bool | None = False) -> TokenizerFacts:
+    """The facts from the files. `chat`: with the chat template, which is then a part of the digest; None: if
+    it has one that renders as transformers does.
 
     Raises `ConfigError` if they are no tokenizer, if they lack a template that is needed, or if it has a
     syntax error.
@@ -277,16 +278,21 @@ _examined: dict[str, TokenizerFacts] = {}
 _KEPT = 4
 
 
-def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: bool) -> TokenizerFacts:
+def _examine(
+    name: str, files: dict[str, bytes], content: dict[str, str], chat: bool | None
+) -> TokenizerFacts:
     try:
         resolved = read_resolved(files)
         whole = parse(
             files["tokenizer.json"] if resolved is None else resolved.tokenizer or files["tokenizer.json"]
         )
-        template = _chat_template(files, resolved) if chat else None
+        template = None if chat is False else _chat_template(files, resolved)
         reduced, notes = _reduce(whole)
     except Exception as error:  # it is no tokenizer, whatever the error
         raise _no_tokenizer(name, error) from error
+    if chat is None:
+        chat = template is not None and not (resolved is not None and resolved.no_chats)
+        template = template if chat else None
     if chat and resolved is not None and resolved.no_chats:
         raise ConfigError(
             f"data.tokenizer={name}: chats cannot be read with it, because their ids would differ from those "

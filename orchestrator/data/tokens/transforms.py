@@ -25,6 +25,7 @@ from orchestrator.data.sources.records.content import (
     Conversation,
     Described,
     Document,
+    Preference,
     Prompted,
     bare,
 )
@@ -32,6 +33,7 @@ from orchestrator.data.sources.records.documents import document_of
 from orchestrator.data.sources.records.plain_values import own_copy
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.order import document_seed
+from orchestrator.records.samples import PREFERENCE
 
 # A function that gives more documents than this for a record is assumed not to end.
 MAX_OUTPUTS = 1_000_000
@@ -114,8 +116,8 @@ class Transforms:
 def fields_of(document: Document | Described) -> dict[str, Any]:
     """The fields of a document for transforms, whatever the names in its source.
 
-    They are `text`; `prompt` and `completion`; or `messages`, and `tools` if there are any. Additional fields
-    have the source's names.
+    They are `text`; `prompt` and `completion`; `messages`, and `tools` if there are any; or `prompt`,
+    `chosen` and `rejected`, and `tools` if these are messages. Additional fields have the source's names.
     """
     if isinstance(document, Described):
         return {**document.fields, **fields_of(document.document)}
@@ -123,9 +125,29 @@ def fields_of(document: Document | Described) -> dict[str, Any]:
         return {"text": document}
     if isinstance(document, Prompted):
         return {"prompt": document.prompt, "completion": document.completion}
+    if isinstance(document, Preference):
+        return _fields_of_preference(document)
+    return {"messages": list(document.messages), **_beside(document)}
+
+
+def _fields_of_preference(document: Preference) -> dict[str, Any]:
+    chosen, rejected = document.rows
+    if isinstance(chosen, Prompted) and isinstance(rejected, Prompted):
+        return {"prompt": chosen.prompt, "chosen": chosen.completion, "rejected": rejected.completion}
+    assert isinstance(chosen, Conversation), "both are of one kind"
+    assert isinstance(rejected, Conversation), "both are of one kind"
+    num = chosen.num_given
+    return {
+        "prompt": list(chosen.messages[:num]),
+        "chosen": list(chosen.messages[num:]),
+        "rejected": list(rejected.messages[num:]),
+        **_beside(chosen),
+    }
+
+
+def _beside(document: Conversation) -> dict[str, Any]:
     tools = {} if document.tools is None else {TOOLS_FIELD: document.tools}
-    variables = {KWARGS_FIELD: dict(document.template_kwargs)} if document.template_kwargs else {}
-    return {"messages": list(document.messages), **tools, **variables}
+    return tools | ({KWARGS_FIELD: dict(document.template_kwargs)} if document.template_kwargs else {})
 
 
 def utf8_size(document: Document) -> int:
@@ -155,6 +177,8 @@ def _content(document: Document | None) -> Content:
     """The content of the documents that a transform returns for this one."""
     if isinstance(document, Conversation):
         return Content(kind="chat", as_stored=document.as_stored)
+    if isinstance(document, Preference):
+        return Content(kind=PREFERENCE)
     return Content(kind="prompt" if isinstance(document, Prompted) else "text")
 
 
@@ -211,8 +235,9 @@ def _require_unicode(document: Document) -> None:
     for text in _texts(document):
         if not text.isascii():
             text.encode()
-    if isinstance(document, Conversation):
-        orjson.dumps([document.messages, document.tools, document.template_kwargs])
+    for row in document.rows if isinstance(document, Preference) else (document,):
+        if isinstance(row, Conversation):
+            orjson.dumps([row.messages, row.tools, row.template_kwargs])
 
 
 def _texts(document: Document) -> Iterator[str]:
@@ -220,6 +245,9 @@ def _texts(document: Document) -> Iterator[str]:
         yield document
     elif isinstance(document, Prompted):
         yield from (document.prompt, document.completion)
+    elif isinstance(document, Preference):
+        for row in document.rows:
+            yield from _texts(row)
 
 
 def _too_many(name: str) -> DataError:

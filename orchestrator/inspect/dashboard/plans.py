@@ -46,6 +46,7 @@ from orchestrator.planning.batches import idle_share, micro_batches_per_rank, nu
 from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.points import Damage
+from orchestrator.records.samples import sample_len_of
 
 SHOWN_WORKERS = 64
 _DATA_S = 30.0  # files are not read again within this time
@@ -265,8 +266,8 @@ def _of_the_page(
 ) -> dict[str, Any]:
     """What the page shows beside the plan."""
     summary = views.summary(full=True)
-    new = job.train.global_batch_size * job.pack.seq_len
-    old = point.config["train.global_batch_size"] * point.config["pack.seq_len"] if point else new
+    new = job.train.global_batch_size * job.sample_len
+    old = point.config["train.global_batch_size"] * sample_len_of(point.config) if point else new
     return {
         "layout": layout(job),
         "tokens_per_step": [old, new],

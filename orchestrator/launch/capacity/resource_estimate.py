@@ -135,7 +135,7 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
     """The minimum that a worker holds of the state; all 0 if the model's size is not known."""
     train, weight_bytes = job.train, _weight_bytes(job)
     compute_bytes = 2 if train.precision == "bf16" else weight_bytes
-    num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.pack.seq_len
+    num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.sample_len
     size = model_size(job.model.config or {})
     optimizer = _optimizer_size(job, size)
     held = worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens, optimizer)
@@ -216,7 +216,7 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
             "delays the next one and takes no more"
         )
     every = memory_every_steps(job.resume.memory_every_steps, sharded=num_shards != 1)
-    step_bytes = job.train.global_batch_size * (job.pack.seq_len + 1) * _TOKEN_BYTES
+    step_bytes = job.train.global_batch_size * (job.sample_len + 1) * _TOKEN_BYTES
     if every is not None and every * step_bytes > job.data.replay_bytes:
         found.append(
             f"the steps of resume.memory_every_steps={every} take {gib(every * step_bytes)}, the feeder "

@@ -123,12 +123,12 @@ def _evaluated(
         model = bare_model(job.model, job.train.precision, job.train.seed, device)
         frozen = FrozenModels(job.model, job.train, device, invariant=True)
         _load(model, point.name, CommittedFiles(store.storage), frozen.digests())
-        by_document = job.pack.attends_by_document
-        objective = objective_of(job.train, by_document, job.pack.seq_len, frozen.models)
+        by_document, rows = job.pack.attends_by_document, job.data.rows_per_sample
+        objective = objective_of(job.train, by_document, job.pack.seq_len, frozen.models, rows)
         objective.prepare(model)
         evaluator = Evaluator(
             train=job.train,
-            seq_len=job.pack.seq_len,
+            seq_len=job.sample_len,
             gradient=InvariantGradient(model, objective),
             device=device,
             rank=0,

@@ -300,8 +300,9 @@ class StepReplayer:
         if not self.notes:
             self.notes += notes_on(config)
         self.state: TrainState = TrainState(config.model, config.train, self._device, True)
-        by_document, frozen = config.pack.attends_by_document, self.state.frozen.models
-        self._objective = objective_of(config.train, by_document, config.pack.seq_len, frozen)
+        by_document, rows = config.pack.attends_by_document, config.data.rows_per_sample
+        frozen = self.state.frozen.models
+        self._objective = objective_of(config.train, by_document, config.pack.seq_len, frozen, rows)
         self._objective.prepare(self.state.model)
         self._gradient: InvariantGradient = InvariantGradient(self.state.model, self._objective)
         self._gradient.enter(0, 1)
@@ -318,7 +319,7 @@ class StepReplayer:
             cursor.consumed_samples,
             cursor.consumed_tokens,
             config.train.global_batch_size,
-            config.pack.seq_len,
+            config.sample_len,
             self._regime.budgets.stop_tokens,
             self._regime.budgets.stop_samples,
         )

@@ -21,6 +21,7 @@ from orchestrator.launch.start.run_preparation import prepare
 from orchestrator.planning.batches import ceil_div, next_range
 from orchestrator.planning.loss_policy import BUDGET_SPENT, policy_of
 from orchestrator.records.run_status import RunStatus
+from orchestrator.records.samples import sample_len_of
 
 
 def is_rewind(job: JobConfig, status: RunStatus) -> bool:
@@ -73,10 +74,10 @@ def _point_and_samples(at: LaunchContext, status: RunStatus) -> tuple[str, int]:
     behind = [r for r in seen.lineage.records if r.consumed_tokens > cursor.consumed_tokens]
     newest = behind[-1] if behind else cursor
     step = next_range(
-        *(newest.consumed_samples, newest.consumed_tokens, train.global_batch_size, at.job.pack.seq_len),
+        *(newest.consumed_samples, newest.consumed_tokens, train.global_batch_size, at.job.sample_len),
         *(budgets.stop_tokens, budgets.stop_samples),
     )
     assert step is not None, "a step was refused"
     tokens = newest.consumed_tokens + step.num_tokens - cursor.consumed_tokens
     before = sum(each.skip.samples for each in skips_of(seen.lineage) if each.parent == point.key)
-    return point.name, before + ceil_div(tokens, point.config["pack.seq_len"])
+    return point.name, before + ceil_div(tokens, sample_len_of(point.config))

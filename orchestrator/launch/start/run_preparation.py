@@ -269,7 +269,7 @@ def coordinator_start(
         keep_best=job.resume.keep_best,
         run=job.run.name,
         global_batch_size=job.train.global_batch_size,
-        seq_len=job.pack.seq_len,
+        seq_len=job.sample_len,
         flat_config=job.flat(),
         rng=rng_document(job),
         fault_plan=fault_plan,

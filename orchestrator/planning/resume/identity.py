@@ -35,6 +35,7 @@ SOURCE_SETTINGS = ("format", "text_field")
 CONTENT_SETTINGS = {
     "chat": ("content", "messages_field", "loss"),
     "prompt": ("content", "prompt_field", "completion_field", "loss"),
+    "preference": ("content", "prompt_field", "chosen_field", "rejected_field"),
 }
 # The settings for reading a source's files; they may change together with the files.
 OF_ITS_FILES = frozenset({*SOURCE_SETTINGS, *(n for of in CONTENT_SETTINGS.values() for n in of)} - {"loss"})

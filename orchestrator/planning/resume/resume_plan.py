@@ -30,6 +30,7 @@ from orchestrator.planning.resume.data_progress import (
     sources_seen,
 )
 from orchestrator.planning.resume.identity import (
+    CHANGED_SETTING,
     OF_A_SOURCE,
     Difference,
     RunIdentity,
@@ -46,6 +47,7 @@ from orchestrator.planning.resume.source_lists import RestartDecision, SourceCha
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage
+from orchestrator.records.samples import rows_per_sample
 from orchestrator.records.steps import StateKey
 from orchestrator.text import html_facts, html_lines, html_page, html_table
 
@@ -297,6 +299,7 @@ def plan_resume(
         *_identity_refusals(identities, config, old_flat),
         *_asked_refusals(skip, restart, lists),
         *_pack_refusals(config, point),
+        *_rows_refusals(config, old),
         *([changed.refusal] if changed and changed.refusal else []),
     ]
     run = config.run.run_uri  # which run, if several are in progress
@@ -315,7 +318,7 @@ def plan_resume(
         action="refuse" if refused else "resume" if point else "start",
         point=point.name if point else None,
         step_before=point.key.step if point else None,
-        step_after=step_label(point, config.train.global_batch_size, config.pack.seq_len),
+        step_after=step_label(point, config.train.global_batch_size, config.sample_len),
         consumed_samples=cursor.consumed_samples,
         consumed_tokens=cursor.consumed_tokens,
         cursor=cursor,
@@ -441,16 +444,30 @@ def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[Refus
     """
     if point is None:
         return
-    new = config.pack.seq_len
+    new = config.sample_len
     for name, at in point.cursor.sources.items():
         if at.packs and at.pack_seq_len != new:
+            kept = at.pack_seq_len // config.data.rows_per_sample
             yield Refusal(
                 "resume.seq_len_within_window",
                 f"resume point {point.name} lies behind {at.packs} packs of {at.pack_seq_len} positions of a "
-                f"window of source {name}, the job asks for pack.seq_len={new}: the window's other documents "
-                f"cannot be packed again; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
-                "beginning of a window, or start a new run under another run.name",
+                f"window of source {name}, the job asks for pack.seq_len={config.pack.seq_len}: the window's "
+                f"other documents cannot be packed again; keep pack.seq_len={kept}, or resume from a point "
+                "at the beginning of a window, or start a new run under another run.name",
             )
+
+
+def _rows_refusals(config: JobConfig, old: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Refuses samples of another number of rows: no objective takes both."""
+    contents = sorted({source.get("content", "text") for source in old.get("data.sources", ())})
+    new = config.data.rows_per_sample
+    if contents and rows_per_sample(contents) != new:
+        yield Refusal(
+            CHANGED_SETTING,
+            f"the run was started with content: {', '.join(contents)}, whose samples have "
+            f"{rows_per_sample(contents)} rows, the job asks for samples of {new}; keep such sources, or "
+            "start a new run under another run.name",
+        )
 
 
 def _optimizer_change(
@@ -473,7 +490,7 @@ def _remaining(
         cursor.consumed_samples,
         cursor.consumed_tokens,
         config.train.global_batch_size,
-        config.pack.seq_len,
+        config.sample_len,
         budgets.stop_tokens,
         budgets.stop_samples,
         data_tokens,
@@ -499,6 +516,6 @@ def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
     """
     if point is not None:
         return point.cursor.consumed_tokens
-    batch, seq_len = config.train.global_batch_size, config.pack.seq_len
+    batch, seq_len = config.train.global_batch_size, config.sample_len
     first = next_range(0, 0, batch, seq_len, budgets.stop_tokens, budgets.stop_samples)
     return first.num_tokens if first else 0

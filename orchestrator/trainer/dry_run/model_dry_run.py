@@ -133,6 +133,7 @@ def try_model(job: JobConfig) -> ModelFacts:
         # samples of this length have attention within documents; None: attention to the whole sample
         "within": job.pack.seq_len if job.pack.attends_by_document else None,
         "seq_len": job.pack.seq_len,
+        "rows_per_sample": job.data.rows_per_sample,
         "precision": train.precision,
         "objective": None if train.objective == BUILT_IN else (train.objective, train.objective_args),
         "train": train.model_dump_json(),
@@ -228,6 +229,7 @@ def _build(
     invariant: bool,
     within: int | None = None,
     seq_len: int = 1,
+    rows_per_sample: int = 1,
     precision: str = "float32",
     objective: tuple[str, Mapping[str, Any]] | None = None,
     train: str | None = None,
@@ -269,7 +271,8 @@ def _build(
                 note = f"{model_name(config)}: whether its logits depend on later tokens was not tried"
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
             if objective is not None and None not in frozen.values():
-                plug_in = PlugIn(*objective, 0, precision, within is not None, seq_len, frozen)
+                by_document = within is not None
+                plug_in = PlugIn(*objective, 0, precision, by_document, seq_len, frozen, rows_per_sample)
 
                 def frozen_on_cpu() -> Any:
                     return frozen_small(config, frozen, precision)

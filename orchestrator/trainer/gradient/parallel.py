@@ -67,7 +67,9 @@ def _objective(state: TrainState, job: TrainJob) -> Objective:
         for name, model in state.frozen.models.items():
             with naming_frozen(name):
                 require_document_attention(model)
-    objective = objective_of(job.train, job.document_attention, job.seq_len, state.frozen.models)
+    objective = objective_of(
+        job.train, job.document_attention, job.row_len, state.frozen.models, job.rows_per_sample
+    )
     objective.prepare(state.model)
     return objective
 

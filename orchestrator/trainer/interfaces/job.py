@@ -33,6 +33,7 @@ class TrainJob:
     the last step if that is longer, and `PHASE_LIMITS_S` in the very first step and where a peer may
     be loading or saving.
     `document_attention`: tokens attend only to their own document.
+    `seq_len`: the positions of a sample, which has `rows_per_sample` rows.
     `num_shards`: the number of parts of the state (`planning.state.state_layout.layout_of`); 1: replicate.
     `until_tokens`: the launch stops after the step that reaches this many tokens, even if the budgets allow
     more.
@@ -58,6 +59,12 @@ class TrainJob:
     run_uri: str = ""
     sources: Mapping[int, str] = field(default_factory=dict)
     document_losses: int = 0
+    rows_per_sample: int = 1
+
+    @property
+    def row_len(self) -> int:
+        """The positions of a row."""
+        return self.seq_len // self.rows_per_sample
 
     @property
     def invariant(self) -> bool:

@@ -96,11 +96,13 @@ def cut(
     columns = (batch.input_ids, batch.labels, batch.document_ids, batch.source_numbers[:, None])
     copies = [column.astype(np.int32) for column in columns]  # the feed's arrays may be read again
     tensors = [torch.from_numpy(a).to(device).expand(num, step.seq_len) for a in (*copies, indices[:, None])]
-    before = batch.start - step.first_sample
+    before, row_len = batch.start - step.first_sample, step.seq_len // batch.rows_per_sample
 
     def micro(number: int) -> NumberedMicroBatch:
         rows = slice(micros[number].start - before, micros[number].stop - before)
-        input_ids, labels, document_ids, source_ids, sample_indices = (tensor[rows] for tensor in tensors)
+        input_ids, labels, document_ids, source_ids, sample_indices = (
+            tensor[rows].reshape(-1, row_len) for tensor in tensors
+        )
         return NumberedMicroBatch(
             number=number,
             first_sample=step.first_sample + micros[number].start,
@@ -117,9 +119,10 @@ def cut(
     return [micro(number) for number in batches.rank_run(len(micros), rank, world_size)]
 
 
-def empty_micro_batch(device: torch.device, seq_len: int, label: int) -> NumberedMicroBatch:
-    """Returns one sample of one document whose tokens are all 0 and whose labels are all `label`."""
-    nothing = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
+def empty_micro_batch(device: torch.device, seq_len: int, label: int, rows: int = 1) -> NumberedMicroBatch:
+    """Returns one sample of `rows` documents whose tokens are all 0 and whose labels are all `label`."""
+    nothing = torch.zeros(rows, seq_len, dtype=torch.int32, device=device)
+    documents = nothing + torch.arange(rows, dtype=torch.int32, device=device)[:, None]
     return NumberedMicroBatch(
         number=-1,
         first_sample=-1,
@@ -127,7 +130,7 @@ def empty_micro_batch(device: torch.device, seq_len: int, label: int) -> Numbere
         batch=MicroBatch(
             input_ids=nothing,
             labels=torch.full_like(nothing, label),
-            document_ids=nothing,
+            document_ids=documents,
             source_ids=nothing,
             sample_indices=nothing,
         ),

@@ -14,19 +14,24 @@ from orchestrator.trainer.objective.plug_in import PlugIn
 
 
 def objective_of(
-    train: TrainConfig, by_document: bool, seq_len: int, frozen: Mapping[str, nn.Module] = NO_MODELS
+    train: TrainConfig,
+    by_document: bool,
+    seq_len: int,
+    frozen: Mapping[str, nn.Module] = NO_MODELS,
+    rows_per_sample: int = 1,
 ) -> Objective:
     """Returns the objective of `train`, not prepared for a model.
 
-    `by_document`: tokens attend only to their own document. `frozen`: the models of `model.frozen`; the
-    mapping may get other modules in each generation. Raises `ConfigError` if the function of a plug-in
-    cannot be called.
+    `by_document`: tokens attend only to their own document. `seq_len`: the positions of a row. `frozen`: the
+    models of `model.frozen`; the mapping may get other modules in each generation. Raises `ConfigError` if
+    the function of a plug-in cannot be called.
     """
     seed, precision, arguments = train.seed, train.precision, train.objective_args
     if train.objective == BUILT_IN:
         num_positions = train.micro_batch_size * seq_len
         return CausalLM(seed, precision, by_document, num_positions, arguments, frozen)
-    return PlugIn(train.objective, arguments, seed, precision, by_document, seq_len, frozen)
+    of_model = (train.objective, arguments, seed, precision, by_document, seq_len)
+    return PlugIn(*of_model, frozen, rows_per_sample)
 
 
 def step_units(train: TrainConfig, batch: BatchSlice) -> float:

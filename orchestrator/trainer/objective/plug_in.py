@@ -61,6 +61,7 @@ class PlugIn(Objective):
         by_document: bool,
         seq_len: int,
         frozen: Mapping[str, nn.Module] = NO_MODELS,
+        rows_per_sample: int = 1,
     ) -> None:
         """`frozen`: as in `objective_of`.
 
@@ -69,7 +70,7 @@ class PlugIn(Objective):
         self._path, self._arguments = path, dict(arguments)
         self._function = find_function("train.objective", path, "objective.not_callable", 3, self._arguments)
         self._seed, self._precision, self._by_document = seed, precision, by_document
-        self._seq_len, self.frozen = seq_len, frozen
+        self._seq_len, self.frozen, self._rows_per_sample = seq_len, frozen, rows_per_sample
         self._tried = False
         self._watched = _Watched(frozen)
 
@@ -166,7 +167,7 @@ class PlugIn(Objective):
     def empty(self, device: torch.device) -> NumberedMicroBatch:
         # its labels are targets: an objective that divides by their number must not give NaN, since NaN times
         # 0 is NaN
-        return empty_micro_batch(device, self._seq_len, label=0)
+        return empty_micro_batch(device, self._seq_len, label=0, rows=self._rows_per_sample)
 
     @override
     def leave(self) -> None:

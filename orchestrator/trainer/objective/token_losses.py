@@ -77,7 +77,7 @@ class TokenLosses:
 
     def _keep_worst(self, losses: Tensor, is_target: Tensor, documents: Tensor, samples: Tensor) -> None:
         """Keeps the documents of a micro-batch with the highest mean loss. Padding (−1) is none."""
-        num = losses.shape[1]  # a sample has at most so many documents
+        num = max(2, losses.shape[1])  # a row has lower document numbers: the second of a sample has 1
         first = torch.arange(len(losses), device=losses.device)[:, None] * num
         at = (first + documents.long().clamp(min=0)).flatten()
         counted = is_target & (documents >= 0)

@@ -25,6 +25,7 @@ from orchestrator.data.sources.records.content import BadRecordError, Content, D
 from orchestrator.data.sources.records.documents import described
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import BadDocument, ConfigError, DataError
+from orchestrator.records.samples import PREFERENCE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -49,7 +50,7 @@ class Format(ABC):
     # The endings of a folder's files of this format.
     suffixes: tuple[str, ...] = ("",)
     # The allowed values of `data.sources[].content`.
-    contents: tuple[str, ...] = ("text", "chat", "prompt")
+    contents: tuple[str, ...] = ("text", "chat", "prompt", PREFERENCE)
     # Whether its records have fields; and whether each file declares them, so that all of its records have
     # them.
     has_fields: bool = True

@@ -29,6 +29,7 @@ from orchestrator.data.sources.records.content import BadRecordError, Content, D
 from orchestrator.data.sources.records.documents import described, utf8_text
 from orchestrator.data.sources.records.line_records import Batch, utf8_pieces
 from orchestrator.errors import DataError
+from orchestrator.records.samples import PREFERENCE
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
@@ -42,7 +43,7 @@ Row = dict[str, str]
 class Csv(HeadedFormat):
     """One record per row, of fields separated by `delimiter`."""
 
-    contents = ("text", "prompt")
+    contents = ("text", "prompt", PREFERENCE)
 
     def __init__(self, name: str, delimiter: str) -> None:
         self.name, self._delimiter = name, delimiter

@@ -196,7 +196,7 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
             encodings=tuple(facts["column_encodings"]),
             sizes=tuple(facts["column_sizes"]),
             needed=frozenset(columns)
-            | (set(BESIDE_MESSAGES) & set(given) if content.kind == "chat" else set()),
+            | (set(BESIDE_MESSAGES) & set(given) if content.messages_at else set()),
         )
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise OSError(f"no MDS shard: what its columns are cannot be read: {error!r}") from error

@@ -27,6 +27,7 @@ from orchestrator.data.sources.records.content import (
     Conversation,
     Described,
     Document,
+    Preference,
     Prompted,
     bare,
 )
@@ -110,7 +111,7 @@ class PythonCode(Format):
 
         Returns a copy of a mutable document: changing it does not change the one that was read.
         """
-        if content.kind != "chat" and not content.transform_fields:
+        if content.messages_at is None and not content.transform_fields:
             return lambda document: document
         return _copied
 
@@ -156,14 +157,20 @@ def _copied(document: Document | Described) -> Document | Described:
         found = bare(_copied(document.document))
         assert found is not None, "a document's copy is one"
         return Described(document=found, fields=own_copy(document.fields))
-    if isinstance(document, Conversation):
-        return replace(
-            document,
-            messages=tuple(own_copy(list(document.messages))),
-            tools=own_copy(document.tools),
-            template_kwargs=own_copy(dict(document.template_kwargs)),
-        )
-    return document
+    if isinstance(document, Preference):
+        return Preference(chosen=_own_copy(document.chosen), rejected=_own_copy(document.rejected))
+    return _own_copy(document) if isinstance(document, Conversation) else document
+
+
+def _own_copy(document: Conversation | Prompted) -> Conversation | Prompted:
+    if isinstance(document, Prompted):
+        return document
+    return replace(
+        document,
+        messages=tuple(own_copy(list(document.messages))),
+        tools=own_copy(document.tools),
+        template_kwargs=own_copy(dict(document.template_kwargs)),
+    )
 
 
 def _made(record: Any, content: Content) -> _Made:
@@ -198,6 +205,13 @@ def _with_size(record: Any, content: Content) -> tuple[Document | Described, int
 def _own_document(document: Document) -> tuple[Document, int]:
     if isinstance(document, str):
         return document, _num_bytes(document)
+    if isinstance(document, Preference):
+        chosen, rejected = _own(document.chosen), _own(document.rejected)
+        return Preference(chosen=chosen[0], rejected=rejected[0]), chosen[1] + rejected[1]
+    return _own(document)
+
+
+def _own(document: Conversation | Prompted) -> tuple[Conversation | Prompted, int]:
     if isinstance(document, Prompted):
         return document, _num_bytes(document.prompt) + _num_bytes(document.completion)
     try:

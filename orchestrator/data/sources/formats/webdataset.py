@@ -128,7 +128,7 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
             for part in reversed(member.split(".")):
                 inner = {part: inner}
             found |= inner
-    if content.kind == "chat":
+    if content.messages_at:
         members = (name for name in BESIDE_MESSAGES if name in sample.members and name not in found)
         found |= {name: _text_of(name, sample) for name in members}
     return found
@@ -197,7 +197,7 @@ def _add(sample: _Sample, extension: str, tar: ExactReader, size: int, content: 
             f"two members are called {sample.key}.{extension}", code="record.duplicate_member"
         )
     sample.names[extension] = None
-    beside = BESIDE_MESSAGES if content.kind == "chat" and not content.as_stored else ()
+    beside = BESIDE_MESSAGES if content.messages_at and not content.as_stored else ()
     needed = extension in beside or any(
         name == extension or name.startswith(f"{extension}.") for name in content.read
     )

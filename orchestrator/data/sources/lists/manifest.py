@@ -23,6 +23,7 @@ from orchestrator.data.sources.lists.listing import Listing, list_files, require
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.resume.source_lists import restart_text
+from orchestrator.records.samples import PREFERENCE
 from orchestrator.storage.parallel import in_threads
 
 PROBE_BYTES = 4096
@@ -232,6 +233,8 @@ def _content_text(content: Content) -> str:
     del facts["as_stored"]  # affects how a list is read, not its files
     if not content.transform_fields:  # older lists have none
         del facts["transform_fields"]
+    if content.kind != PREFERENCE:  # as older lists
+        del facts["chosen_field"], facts["rejected_field"]
     return orjson.dumps(facts).decode()
 
 

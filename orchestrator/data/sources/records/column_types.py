@@ -27,13 +27,14 @@ from orchestrator.data.sources.records.content import (
 )
 from orchestrator.data.sources.records.plain_values import is_json, is_plain
 from orchestrator.errors import ConfigError
+from orchestrator.records.samples import PREFERENCE
 
 
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
     """The columns that are read: each field's name, and its path in the schema."""
     ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.read}
-    if content.kind == "chat":
-        *around, _ = ways[content.messages_field]
+    if content.messages_at is not None:
+        *around, _ = ways[content.messages_at]
         beside = _inner_names(schema, around)
         ways |= {".".join((*around, name)): (*around, name) for name in BESIDE_MESSAGES if name in beside}
     return ways
@@ -67,9 +68,9 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
                 f"{column}, which has no plain Python value for transforms; leave it out of transform_fields",
                 code="data.transform_field_type",
             )
-        if content.kind == "chat" and field not in content.transform_fields:
+        if content.messages_at and field not in content.transform_fields:
             _require_chat_type(column, kind, field, content)
-        if field in content.fields and content.kind != "chat" and not is_text(kind):
+        if field in content.fields and not content.messages_at and not is_text(kind):
             raise ConfigError(f"{column}, text is expected; set {content.settings}", code="data.field_type")
 
 
@@ -145,7 +146,8 @@ def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> 
     if is_object:
         what, fits = "an object", pa.types.is_struct(kind)
     else:
-        what = f"a list of {'messages' if is_messages else 'tools'}"
+        text = "a text or " if content.kind == PREFERENCE and is_messages else ""
+        what = f"{text}a list of {'messages' if is_messages else 'tools'}"
         item = getattr(kind, "value_type", None)
         fits = item is not None and (pa.types.is_struct(item) or _is_json_text(item))
     if not fits:

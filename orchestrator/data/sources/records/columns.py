@@ -25,6 +25,7 @@ from orchestrator.data.sources.records.documents import utf8_text
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.data.sources.records.plain_values import is_json, parsed_json, plain_value
 from orchestrator.records.arrays import Int64Array
+from orchestrator.records.samples import PREFERENCE
 
 # Values are yielded in batches of about this many bytes.
 BATCH_BYTES = 4 << 20
@@ -236,7 +237,10 @@ class _Objects:
         content = self._content
         if field.name in content.transform_fields and field.name not in content.fields:
             return plain_value(field.type)
-        return _chat_values(field, content.as_stored) if content.kind == "chat" else _text_value
+        is_answer = content.kind == PREFERENCE and field.name in content.fields
+        if is_answer and is_text(field.type) and not is_json(field.type, field.metadata):
+            return _text_value
+        return _chat_values(field, content.as_stored) if content.messages_at else _text_value
 
 
 def _chat_values(field: Any, as_stored: bool) -> Callable[[Any], Any]:

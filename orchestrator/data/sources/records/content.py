@@ -1,5 +1,5 @@
-"""The kinds of documents (plain text, conversation, prompt with completion), and the fields that each
-needs.
+"""The kinds of documents (plain text, conversation, prompt with completion, preference), and the fields that
+each needs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from orchestrator.records.samples import PREFERENCE
+
 # At most this many fields of a record are named in messages, with at most this many characters each.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
 # The fields that a document of each content needs: `<name>_field` of the configuration.
-_FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "completion")}
+_FIELDS = {
+    "text": ("text",),
+    "chat": ("messages",),
+    "prompt": ("prompt", "completion"),
+    PREFERENCE: ("prompt", "chosen", "rejected"),
+}
+# The contents whose messages may have tools and variables beside them: the field that says where.
+_MESSAGES = {"chat": "messages_field", PREFERENCE: "chosen_field"}
 # Beside its messages, a chat may hold the tools offered to the model, and variables of its template.
 TOOLS_FIELD, KWARGS_FIELD = "tools", "chat_template_kwargs"
 BESIDE_MESSAGES = (TOOLS_FIELD, KWARGS_FIELD)
@@ -25,6 +34,7 @@ FIELD_SETTINGS = {
     "text": "text_field",
     "chat": "messages_field",
     "prompt": "prompt_field or completion_field",
+    PREFERENCE: "prompt_field, chosen_field or rejected_field",
 }
 
 
@@ -74,13 +84,14 @@ class Conversation:
     """The messages of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template.
 
     `tools`: the tools offered to the model, None if the record has none. `template_kwargs`: variables that
-    the record sets for the template. `as_stored`: its values are those of the record, `weight` has no effect,
-    and it sets no variables (see `Content`).
+    the record sets for the template. `num_given`: of the first messages nothing is learnt. `as_stored`: its
+    values are those of the record, `weight` has no effect, and it sets no variables (see `Content`).
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: Any = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    num_given: int = 0
     as_stored: bool = False
 
 
@@ -92,7 +103,23 @@ class Prompted:
     completion: str
 
 
-Document = str | Conversation | Prompted
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """One prompt with two answers, of which the chosen one is better. Both are of one kind.
+
+    In conversations the prompt's messages are `num_given`.
+    """
+
+    chosen: Conversation | Prompted
+    rejected: Conversation | Prompted
+
+    @property
+    def rows(self) -> tuple[Conversation | Prompted, Conversation | Prompted]:
+        """The documents of the sample's rows, in order."""
+        return self.chosen, self.rejected
+
+
+Document = str | Conversation | Prompted | Preference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,15 +150,24 @@ class Content:
     kind: str = "text"
     text_field: str = "text"
     messages_field: str = "messages"
-    prompt_field: str = "prompt"
+    prompt_field: str | None = "prompt"
     completion_field: str = "completion"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
     transform_fields: tuple[str, ...] = ()
     as_stored: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields that a record must have."""
-        return tuple(getattr(self, f"{name}_field") for name in _FIELDS[self.kind])
+        names = (getattr(self, f"{name}_field") for name in _FIELDS[self.kind])
+        return tuple(name for name in names if name is not None)
+
+    @property
+    def messages_at(self) -> str | None:
+        """The field beside which a record may have `BESIDE_MESSAGES`; None: its records have no messages."""
+        name = _MESSAGES.get(self.kind)
+        return None if name is None else getattr(self, name)
 
     @property
     def needed(self) -> Content:

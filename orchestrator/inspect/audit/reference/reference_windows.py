@@ -25,12 +25,13 @@ from orchestrator.records.cursor import SourceCursor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplePart:
-    """A part of a sample: a document, or a part of one that is too long."""
+    """A part of a sample: a document, or a part of one that is too long, or a row of a preference."""
 
     tokens: Int32Array  # inputs, and the label of the last one
     loss: BoolArray  # like tokens: whether each is a target
     document: int  # number among the window's documents
     first_token: int  # of the document
+    row: int = 0  # of the sample
 
     @property
     def size(self) -> int:
@@ -40,55 +41,76 @@ class SamplePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowContent:
-    """The content of a window for packing, in order, and the number of its documents that are in no pack."""
+    """The content of a window for packing, in order, and the number of its documents that are in no pack.
 
-    stretches: list[SamplePart]
+    A unit has the parts that no packing separates: the rows of a preference, else one part.
+    """
+
+    units: list[list[SamplePart]]
     without_target: int
     too_long: int
 
 
-def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> WindowContent:
+def content_of(
+    chunks: list[TokenChunk], seq_len: int, long_document: str, rows_per_sample: int = 1
+) -> WindowContent:
     """The content of a whole window. Raises `DataError` for a document that is too long under `stop`."""
-    stretches, without_target, too_long = list[SamplePart](), 0, 0
-    for number, (tokens, loss) in enumerate(_documents(chunks)):
-        if not loss[1:].any():
+    units, without_target, too_long = list[list[SamplePart]](), 0, 0
+    row_len = seq_len // rows_per_sample
+    for number, rows in enumerate(_documents(chunks, rows_per_sample)):
+        longest = max(len(tokens) for tokens, _ in rows)
+        if not all(loss[1:].any() for _, loss in rows):
             without_target += 1
-        elif len(tokens) <= seq_len + 1:
-            stretches.append(SamplePart(tokens=tokens, loss=loss, document=number, first_token=0))
+        elif longest <= row_len + 1:
+            firsts = np.cumsum([0, *(len(tokens) for tokens, _ in rows)]).tolist()
+            units.append(
+                [
+                    SamplePart(tokens=tokens, loss=loss, document=number, first_token=firsts[row], row=row)
+                    for row, (tokens, loss) in enumerate(rows)
+                ]
+            )
         elif long_document in ("split", SPLIT_WHOLE):
+            ((tokens, loss),) = rows
             for at in range(0, len(tokens) - 1, seq_len):
                 here = slice(at, at + seq_len + 1)
                 part, mask = tokens[here], loss[here]
                 if mask[1:].any() or long_document == SPLIT_WHOLE:
-                    stretches.append(SamplePart(tokens=part, loss=mask, document=number, first_token=at))
+                    units.append([SamplePart(tokens=part, loss=mask, document=number, first_token=at)])
         elif long_document == "skip":
             too_long += 1
         else:
             raise DataError(
-                f"source {chunks[0].source} has a document of {len(tokens)} tokens, more than a sample of "
-                f"{seq_len} positions holds, but the run with pack.long_document=stop did not stop there",
+                f"source {chunks[0].source} has a document of {longest} tokens, more than a sample of "
+                f"{row_len} positions holds, but the run with pack.long_document=stop did not stop there",
                 code="data.long_document",
             )
-    return WindowContent(stretches=stretches, without_target=without_target, too_long=too_long)
+    return WindowContent(units=units, without_target=without_target, too_long=too_long)
 
 
-def _documents(chunks: list[TokenChunk]) -> Iterator[tuple[Int32Array, BoolArray]]:
-    """The tokens of each document, and which of them are targets."""
-    parts, masks = list[Int32Array](), list[BoolArray]()
+def _documents(
+    chunks: list[TokenChunk], rows_per_sample: int
+) -> Iterator[list[tuple[Int32Array, BoolArray]]]:
+    """The rows of each document: their tokens, and which of them are targets."""
+    parts: list[list[Int32Array]] = [[] for _ in range(rows_per_sample)]
+    masks: list[list[BoolArray]] = [[] for _ in range(rows_per_sample)]
     for chunk in chunks:
         loss = np.ones(len(chunk.tokens), np.bool_) if chunk.loss is None else chunk.loss
+        rows = [0] * len(chunk.kind) if chunk.row is None else chunk.row.tolist()
+        columns = (chunk.kind.tolist(), chunk.num_tokens.tolist(), chunk.last_piece.tolist(), rows)
         stop = 0
-        for kind, num, last in zip(
-            chunk.kind.tolist(), chunk.num_tokens.tolist(), chunk.last_piece.tolist(), strict=True
-        ):
+        for kind, num, last, row in zip(*columns, strict=True):
             if kind != PIECE:
                 continue
             start, stop = stop, stop + num
-            parts.append(chunk.tokens[start:stop])
-            masks.append(loss[start:stop])
+            parts[row].append(chunk.tokens[start:stop])
+            masks[row].append(loss[start:stop])
             if last:
-                yield np.concatenate(parts), np.concatenate(masks)
-                parts, masks = [], []
+                yield [
+                    (np.concatenate(tokens), np.concatenate(mask))
+                    for tokens, mask in zip(parts, masks, strict=True)
+                ]
+                parts = [[] for _ in range(rows_per_sample)]
+                masks = [[] for _ in range(rows_per_sample)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,9 +145,11 @@ class ReferenceWindows:
         labels = np.full((num, seq_len), NO_TARGET, np.int32)
         documents = np.full((num, seq_len), NO_DOCUMENT, np.int32)
         masked = np.zeros((num, seq_len), np.bool_)
+        row_len = seq_len // self._settings.rows_per_sample
         for row, pack in enumerate(packs):
             at = 0
             for number, stretch in enumerate(pack):
+                at = max(at, stretch.row * row_len)
                 here = slice(at, at + stretch.size)
                 inputs[row, here] = stretch.tokens[:-1]
                 labels[row, here] = stretch.tokens[1:]
@@ -245,11 +269,13 @@ class ReferenceWindows:
 
     def _pack(self, window: _Window) -> None:
         settings, begin = self._settings, window.begin
-        content = content_of(window.chunks, self._seq_len, settings.long_document)
+        content = content_of(
+            window.chunks, self._seq_len, settings.long_document, settings.rows_per_sample
+        )
         if settings.pack_mode == "pad":
-            window.packs = [[stretch] for stretch in content.stretches]
+            window.packs = content.units
         else:
-            packs = _filled(content.stretches, self._seq_len)
+            packs = _filled([part for unit in content.units for part in unit], self._seq_len)
             if settings.shuffle != "none":
                 key = order_key("packs", settings.seed, window.chunks[0].source, begin.epoch)
                 place = (begin.block << 32) + begin.window
