@@ -320,10 +320,14 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="the averaged weights of train.ema in place of the weights")
     ] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="the whole model, with the adapters of model.lora merged into it")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a point's weights for transformers. The folder has the weights, configuration and tokenizer, and
-    AutoModelForCausalLM.from_pretrained opens it; of a model.factory it has plain safetensors.
+    AutoModelForCausalLM.from_pretrained opens it; of a model.factory it has plain safetensors, and of
+    model.lora the adapters, which PeftModel.from_pretrained opens.
     """
     from orchestrator.checkpoint.points.points import parse_point_name
     from orchestrator.inspect.run import open_run
@@ -334,7 +338,7 @@ def export(
     point = before[0] if before else None
     if parse_point_name(out) is not None:
         raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
-    document = open_run(run).export(out, point, dtype, say, averaged=ema)
+    document = open_run(run).export(out, point, dtype, say, averaged=ema, merged=merged)
     print_json(document) if json else print_lines(export_lines(document))
 
 
@@ -443,7 +447,7 @@ def export_lines(document: dict[str, Any]) -> list[str]:
     from orchestrator.records.points import Damage
 
     numbers = document["dtype"] or "as trained"
-    what = "averaged weights" if document["averaged"] else "weights"
+    what = f"{'averaged ' if document['averaged'] else ''}{'merged ' if document['merged'] else ''}weights"
     return [
         f"{document['out']}: the {what} of {document['point']}, numbers {numbers}, "
         f"{document['bytes'] / 2**20:,.1f} MiB in {len(document['files'])} files",

@@ -83,6 +83,17 @@ def _weights(sources: list[Any]) -> _Wrong | None:
     )
 
 
+def _lora_base(lora: Any, pretrained: Any, init_from: Any) -> _Wrong | None:
+    if lora is None or pretrained is not None or init_from is not None:
+        return None
+    return _Wrong(
+        _CONFLICT,
+        "trains adapters of weights that stay as they are, and these would be random: model.pretrained and "
+        "model.init_from are null; set model.pretrained, or model.init_from beside model.config or "
+        "model.factory",
+    )
+
+
 def _repeating(on_end: str | None, sources: list[Any], *stops: int | None) -> _Wrong | None:
     if on_end != "repeat" or len(sources) == 1 or any(stop is not None for stop in stops):
         return None
@@ -535,6 +546,7 @@ _RULES = (
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
     _Between(fields=("model.config",), check=_model_type),
     _Between(fields=("model.frozen",), check=_frozen_models),
+    _Between(fields=("model.lora", "model.pretrained", "model.init_from"), check=_lora_base),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
     _Between(fields=("monitor.loggers",), check=_each_logger_once),
     _Between(fields=("eval.every_steps", "eval.every_tokens"), check=_one_interval),

@@ -278,6 +278,29 @@ class FrozenModelConfig(Section):
         return ModelConfig(**self.model_dump(exclude={"dtype"}))
 
 
+class LoraConfig(Section):
+    """`model.lora`, carried out by peft (the extra `lora`)."""
+
+    rank: Annotated[int, Field(ge=1)]
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)]
+    """What adapters give is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that are set to zero in training."""
+    target_modules: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+        | None
+    ) = None
+    """The modules that get an adapter: the ends of their names, a regular expression of whole names, or
+    `all-linear`: every linear layer but the head; null: peft's default for the architecture.
+    """
+    modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The ends of names of modules that are trained as a whole beside the adapters."""
+    use_rslora: bool = False
+    """Scaled by alpha / sqrt(rank)."""
+
+
 class ModelConfig(Section):
     """What is trained; exactly one of `config`, `pretrained`, `factory`."""
 
@@ -300,6 +323,23 @@ class ModelConfig(Section):
     """Folder, or a bucket's URI, that the first weights of a new run come from: exported ones, or a point of
     another run.
     """
+    lora: Annotated[
+        LoraConfig | None,
+        same(
+            "null, or {rank: n >= 1, alpha: x > 0, dropout: 0 <= x < 1, target_modules: names, a regular "
+            "expression, all-linear or null, modules_to_save: names, use_rslora: true or false}"
+        ),
+    ] = None
+    """Low-rank adapters are trained (LoRA, by peft), and the weights of `model.pretrained`, or of
+    `model.init_from`, stay as they are: points hold the adapters alone, and every start reads the weights
+    (docs/howto/lora.md); null: all weights are trained.
+    """
+
+    @property
+    def base(self) -> str | None:
+        """Where the weights that the model begins with are read from; None: they are drawn."""
+        return self.init_from or self.pretrained
+
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )

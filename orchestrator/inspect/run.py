@@ -316,22 +316,24 @@ class Run:
         dtype: str | None = None,
         say: Callable[[str], None] = unheard,
         averaged: bool = False,
+        merged: bool = False,
     ) -> dict[str, Any]:
-        """Writes a point's weights (default: the newest healthy one's; `averaged`: their averages) as a
-        folder that transformers opens; the document of `export --json`. See
-        `checkpoint.export.export.export_point`.
+        """Writes a point's weights (default: the newest healthy one's; `averaged`: their averages; `merged`:
+        adapters merged into the model) as a folder that transformers, or of adapters peft, opens; the
+        document of `export --json`. See `checkpoint.export.export.export_point`.
         """
         from orchestrator.checkpoint.export.export import export_point
         from orchestrator.coordinator.attempt.resume_point_choice import point_for_weights
 
         name, damages = point_for_weights(self.uri, self._store, point)
-        exported = export_point(self._store, name, out, dtype, say=say, averaged=averaged)
+        exported = export_point(self._store, name, out, dtype, say=say, averaged=averaged, merged=merged)
         return {
             "run": self.uri,
             "point": name,
             "out": absolute(str(out)),
             "dtype": exported.dtype,
             "averaged": exported.averaged,
+            "merged": exported.merged,
             "weights_digest": exported.weights_digest,
             "bytes": exported.num_bytes,
             "files": [entry.path for entry in exported.files],

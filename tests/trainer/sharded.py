@@ -186,6 +186,7 @@ def trained_in_group(
         gradient = FastGradient(state.model, objective(job))
     if form:
         state.form(group)
+        state.fixed_sums()  # reads them
     state.initialise()
     state.formed()
     gradient.enter(view.rank, view.world_size)

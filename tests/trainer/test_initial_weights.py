@@ -24,7 +24,7 @@ from orchestrator.trainer.model.build_model import bare_model
 from orchestrator.trainer.state.fsdp_model import skeleton_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights import initial
-from orchestrator.trainer.weights.initial import fill_rows
+from orchestrator.trainer.weights.initial import fill_rows, named_state
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.raising import raises
 from tests.trainer.member import tiny_job
@@ -127,10 +127,10 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-8])
     with raises(ConfigError, "weights.file_size", path, "28000 bytes", "28008"):
-        fill_rows(config, skeleton, items_of(skeleton, 1, 0))
+        fill_rows(config, named_state(skeleton), items_of(skeleton, 1, 0))
     path.write_bytes(data[:100])
     with raises(ConfigError, "weights.invalid_file", path):
-        fill_rows(config, skeleton, items_of(skeleton, 1, 0))
+        fill_rows(config, named_state(skeleton), items_of(skeleton, 1, 0))
 
 
 # ---- memory

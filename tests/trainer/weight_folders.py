@@ -13,7 +13,7 @@ from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
 from orchestrator.trainer.state.fsdp_model import skeleton_of
-from orchestrator.trainer.weights.initial import fill_rows
+from orchestrator.trainer.weights.initial import fill_rows, named_state
 from tests.checkpoint.exports import CPU, LLAMA, SMALL
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -40,7 +40,7 @@ def assert_first_weights(config: ModelConfig, precision: str, streamed: bool = T
     skeleton = skeleton_of(bare_model(config, precision, 0, CPU))
     for shard in range(3):
         items = items_of(skeleton, 3, shard)
-        assert fill_rows(config, skeleton, items) == streamed
+        assert fill_rows(config, named_state(skeleton), items) == streamed
         assert [item.name for item in items] == list(expected)
         for item in items:
             wanted = expected[item.name].detach()

@@ -1,6 +1,7 @@
 """Exports the weights of a resume point as a folder in a common format.
 
-It is transformers' own format for a transformers model, and plain safetensors for a factory's. A folder is
+It is transformers' own format for a transformers model, plain safetensors for a factory's, and peft's for
+adapters. A folder is
 whole if it has EXPORT, which is written last. Every tensor's digest is verified as it is read. One tensor is
 in memory at a time; if transformers saves an architecture in another split, the tensors that belong together
 are. An export needs no GPU and no Ray. It needs torch for a transformers model, or for a `dtype`.
@@ -21,6 +22,14 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
+from orchestrator.checkpoint.export.adapters import (
+    ADAPTERS,
+    SETTINGS,
+    MergedTensors,
+    Tensors,
+    adapter_name,
+    settings_file,
+)
 from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
 from orchestrator.checkpoint.files.manifest import EMA, MODEL, PartDamage
 from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
@@ -28,7 +37,7 @@ from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Tens
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadingProgress
-from orchestrator.config.field_rules import in_todays_fields
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.sections import ModelConfig
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.tokens.resolved import as_given
@@ -77,18 +86,23 @@ class TensorBatch:
 
 
 def write_tensors(
-    storage: Storage, folder: str, pieces: Iterable[TensorBatch], shard_bytes: int = SHARD_BYTES
+    storage: Storage,
+    folder: str,
+    pieces: Iterable[TensorBatch],
+    shard_bytes: int = SHARD_BYTES,
+    adapters: bool = False,
 ) -> list[FileEntry]:
     """Writes new files in `folder`: `model.safetensors`, or shards of at most `shard_bytes` and their index.
 
-    A piece is not split. The files are durable afterwards. Returns them, with paths relative to `folder`.
-    Raises `StorageError`, and what `make` raises; files may exist then.
+    peft's `adapters` are always one file, `adapter_model.safetensors`. A piece is not split. The files are
+    durable afterwards. Returns them, with paths relative to `folder`. Raises `StorageError`, and what `make`
+    raises; files may exist then.
     """
     # Tensors with larger numbers come first, so that every tensor is at a multiple of its number's size.
     order = sorted(pieces, key=lambda p: (-SAFETENSORS[p.forms[0].dtype][1], p.forms[0].name))
-    shards = _shards(order, shard_bytes)
+    shards = [order] if adapters else _shards(order, shard_bytes)
     if len(shards) == 1:
-        return [_write_shard(storage, folder, SINGLE, shards[0])]
+        return [_write_shard(storage, folder, ADAPTERS if adapters else SINGLE, shards[0])]
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     written = [_write_shard(storage, folder, name, s) for name, s in zip(names, shards, strict=True)]
     total = sum(piece.num_bytes for piece in order)
@@ -227,6 +241,7 @@ def export_point(
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
     averaged: bool = False,
+    merged: bool = False,
 ) -> Exported:
     """Writes the weights of the point `name` to the folder `out`, which must not exist or must be empty.
 
@@ -235,10 +250,13 @@ def export_point(
     whole as soon as EXPORT is there.
 
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
-    `averaged` writes the averages of `train.ema` in place of the weights, in float32 without a `dtype`. `say`
-    is called with the progress if the export takes long. Raises `RefusedError` for another `dtype`, a point
-    without averages, an `out` that is taken or in the run's folder, and a point that the run has deleted
-    meanwhile. Raises `ResumePointError` naming the damaged file, and `StorageError`.
+    `averaged` writes the averages of `train.ema` in place of the weights, in float32 without a `dtype`.
+    Adapters (`model.lora`) are written for peft, or `merged` into the weights that they belong to, which are
+    read and held in memory. `say` is called with the progress if the export takes long.
+
+    Raises `RefusedError` for another `dtype`, a point without averages or (`merged`) without adapters, an
+    `out` that is taken or in the run's folder, and a point that the run has deleted meanwhile. Raises
+    `ResumePointError` naming the damaged file, and `StorageError`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RefusedError(
@@ -249,12 +267,13 @@ def export_point(
     where = store.storage.beside(str(out))
     if where.folder is None:
         _require_free_prefix(where, store.storage.root)
-        return write_export(store, name, where, "", dtype, shard_bytes, say, averaged)
+        return write_export(store, name, where, "", dtype, shard_bytes, say, averaged, merged)
     folder, run = where.folder, store.storage.root
     _require_free(folder, run)
     beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
     try:
-        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes, say, averaged)
+        at = Storage(str(beside))
+        exported = write_export(store, name, at, "", dtype, shard_bytes, say, averaged, merged)
         _require_free(folder, run)
         os.rename(beside, folder)  # also if `out` is an empty folder
         Storage(str(folder.parent)).sync("")
@@ -276,6 +295,7 @@ def write_export(
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
     averaged: bool = False,
+    merged: bool = False,
 ) -> Exported:
     """Writes new files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no
     EXPORT.
@@ -283,10 +303,10 @@ def write_export(
     try:
         point = store.read_point(name)
         tensors = PointTensors(store, name, say, averaged)
-        pieces, files = _pieces(store, point, tensors, dtype)
+        pieces, files = _pieces(store, point, tensors, dtype, merged)
         files |= _tokenizer(store)
         written = [write_file(storage, folder, path, data) for path, data in sorted(files.items())]
-        written += write_tensors(storage, folder, pieces, shard_bytes)
+        written += write_tensors(storage, folder, pieces, shard_bytes, adapters=SETTINGS in files)
     except ResumePointError as error:
         if name in store.point_names():
             raise
@@ -307,6 +327,7 @@ def write_export(
         created=now_text(),
         files=tuple(sorted(written, key=lambda entry: entry.path)),
         averaged=averaged,
+        merged=merged,
     )
     path = f"{folder}/{MARKER}" if folder else MARKER
     if not storage.create(path, seal(encode(exported))):
@@ -352,18 +373,31 @@ def _require_free(folder: Path, run: str) -> None:
 
 
 def _pieces(
-    store: RunStore, point: Point, tensors: PointTensors, dtype: str | None
+    store: RunStore, point: Point, tensors: Tensors, dtype: str | None, merged: bool
 ) -> tuple[list[TensorBatch], dict[str, bytes]]:
     """Returns what is written of the tensors, and the configuration files."""
-    own = orjson.dumps(_sections(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    config = model_of(in_todays_fields(point.config))
+    own = orjson.dumps(nested(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    flat = in_todays_fields(point.config)
+    config = model_of(flat)
+    if config.lora is not None and not merged:
+        names = [entry.name for entry in tensors.entries]
+        files = {SETTINGS: settings_file(config, config.lora, names), RUN_CONFIG: own}
+        return [_plain(tensors, entry, dtype, adapter_name(entry.name)) for entry in tensors.entries], files
+    if merged:
+        if config.lora is None:
+            raise RefusedError(
+                f"resume point {point.name} has whole weights (model.lora=null), and --merged merges "
+                "adapters; leave --merged out",
+                code="export.no_adapters",
+            )
+        tensors, config = MergedTensors(tensors, flat, config), config.model_copy(update={"lora": None})
     if config.factory is not None:
         return [_plain(tensors, entry, dtype) for entry in tensors.entries], {RUN_CONFIG: own}
     from orchestrator.trainer.weights.saved_form import SavedForm
 
     by_name = {entry.name: entry for entry in tensors.entries}
     shapes = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
-    form = SavedForm(config, shapes, dtype, _special_ids(store, in_todays_fields(point.config)))
+    form = SavedForm(config, shapes, dtype, _special_ids(store, flat))
 
     def make(group: Any) -> Mapping[str, Buffer]:
         return form.make(group, {n: (tensors.read(by_name[n]), *shapes[n]) for n in group.names})
@@ -378,16 +412,17 @@ def _pieces(
     return pieces, {**form.files, RUN_CONFIG: own}
 
 
-def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> TensorBatch:
-    """Returns a tensor under its own name."""
+def _plain(tensors: Tensors, entry: SavedTensor, dtype: str | None, name: str = "") -> TensorBatch:
+    """Returns a tensor under another name, or its own."""
+    name = name or entry.name
     if dtype is None:
-        form = TensorForm(name=entry.name, dtype=entry.dtype, shape=entry.shape)
-        return TensorBatch(forms=(form,), make=lambda: {entry.name: tensors.read(entry)})
+        form = TensorForm(name=name, dtype=entry.dtype, shape=entry.shape)
+        return TensorBatch(forms=(form,), make=lambda: {name: tensors.read(entry)})
     from orchestrator.trainer.weights.saved_form import cast_bytes, cast_name
 
-    form = TensorForm(name=entry.name, dtype=cast_name(entry.dtype, dtype), shape=entry.shape)
+    form = TensorForm(name=name, dtype=cast_name(entry.dtype, dtype), shape=entry.shape)
     return TensorBatch(
-        forms=(form,), make=lambda: {entry.name: cast_bytes(tensors.read(entry), entry.dtype, dtype)}
+        forms=(form,), make=lambda: {name: cast_bytes(tensors.read(entry), entry.dtype, dtype)}
     )
 
 
@@ -412,11 +447,3 @@ def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | 
         if isinstance(asked, str) and asked != "auto":
             found[name] = id_of(asked, facts.model)
     return {f"{name}_token_id": number for name, number in found.items()}
-
-
-def _sections(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        section, _, field = path.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections

@@ -37,7 +37,8 @@ class Exported:
     """The content of EXPORT: the origin of the weights, and every other file with its size and digest.
 
     `dtype` is empty if numbers are as trained. `weights_digest` is the point's, of the weights before any
-    `dtype`. `averaged`: they are the averages of `train.ema` in place of these weights.
+    `dtype`. `averaged`: they are the averages of `train.ema` in place of these weights. `merged`: adapters
+    are merged into the weights that they belong to.
     """
 
     format: int
@@ -49,6 +50,7 @@ class Exported:
     created: str
     files: tuple[FileEntry, ...]
     averaged: bool = False
+    merged: bool = False
 
     @property
     def num_bytes(self) -> int:

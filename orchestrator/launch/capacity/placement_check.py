@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None = None) -> JobConfig:
     """The job, with `model.config` filled from `config.json` of `model.pretrained`.
 
-    If that does not show the size of the model, the size that an earlier attempt recorded is used. Unchanged
-    if none is known.
+    If that does not show the size of the model, as of one with adapters, the size that an earlier attempt
+    recorded is used. Unchanged if none is known.
     """
-    shape = job.model.config
-    if shape is None and job.model.pretrained is not None:
+    shape = None if job.model.lora is not None else job.model.config
+    if shape is None and job.model.pretrained is not None and job.model.lora is None:
         shape = _read(Path(job.model.pretrained))
     if before is not None and before[1].size.parameters and not count_parameters(shape or {}):
         shape = of_measured(before[1].size)

@@ -95,7 +95,7 @@ def needs_of(
     return ResourceEstimate(
         worker_bytes=_WORKER_BYTES + copies + (0 if on_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
-        point_bytes=(parameters + _optimizer_size(job, size).state) * dtype_bytes,
+        point_bytes=(parameters - size.fixed + _optimizer_size(job, size).state) * dtype_bytes,
         object_store_bytes=(data.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
         text=f"a worker takes {gib(_WORKER_BYTES)}{in_memory}, the feeder {gib(_FEEDER_BYTES)} + "
         f"data.replay_bytes={data.replay_bytes}, each of {data.num_tokenizers} tokenizers "

@@ -148,7 +148,7 @@ def _task(
         num_shards=starting.num_shards(attempt),
         nodes=disks.nodes,
         run_id=attempt.run_id,
-        packages=packages_here(),
+        packages=packages_here(adapters=context.job.model.lora is not None),
     )
 
 

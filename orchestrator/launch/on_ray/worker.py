@@ -47,10 +47,13 @@ COMPARED = ("torch", "transformers", "tokenizers")
 STORAGE, PACKAGES = "machine.storage", "machine.packages"
 
 
-def packages_here() -> dict[str, str]:
-    """The versions that must be equal on all machines of a run, without packages that are not installed."""
+def packages_here(adapters: bool = True) -> dict[str, str]:
+    """The versions that must be equal on all machines of a run, without packages that are not installed.
+
+    That of peft counts if the run has `adapters`.
+    """
     found = {"orchestrator": __version__}
-    for name in COMPARED:
+    for name in (*COMPARED, *(("peft",) if adapters else ())):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,9 @@ from orchestrator.history import sentences
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.launch.branch.point_query import LATEST, PointQuery, find
 from orchestrator.planning.resume.source_lists import SourceLists
+from orchestrator.planning.state.state_layout import Layout
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from orchestrator.config.schema import JobConfig
     from orchestrator.records.evals import EvalRecord
 
@@ -112,17 +111,27 @@ def _evaluated(
     from orchestrator.launch.member.eval_feeds import open_parts
     from orchestrator.trainer.evaluation import Evaluator, alone
     from orchestrator.trainer.gradient.invariant import InvariantGradient
-    from orchestrator.trainer.model.build_model import bare_model, pick_device, set_determinism
+    from orchestrator.trainer.loading.state_tensors import Continues, load
+    from orchestrator.trainer.model.build_model import bare_model, first_model, pick_device, set_determinism
     from orchestrator.trainer.objective.objective import objective_of
+    from orchestrator.trainer.state.adapter_base import AdapterBase
     from orchestrator.trainer.state.frozen_models import FrozenModels
+    from orchestrator.trainer.state.train_state import whole_items
 
     device = pick_device("cuda" if job.cluster.use_gpu and torch.cuda.is_available() else "cpu")
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     set_determinism(True, device)
     try:
-        model = bare_model(job.model, job.train.precision, job.train.seed, device)
+        asked = (job.model, job.train.precision, job.train.seed, device)
+        adapters = job.model.lora is not None  # the point lacks what they are trained beside
+        model = first_model(*asked, invariant=False) if adapters else bare_model(*asked)
         frozen = FrozenModels(job.model, job.train, device, invariant=True)
-        _load(model, point.name, CommittedFiles(store.storage), frozen.digests())
+        base = AdapterBase(job.model, job.train.precision, job.train.seed, model)
+        items, fixed = base.split(whole_items(model))
+        base.hold(fixed, Layout(num_shards=1, num_replicas=1), 0, are_filled=True)
+        # the optimizer's state stays unread
+        how = Continues(reset_optimizer=True, fixed={**frozen.digests(), **base.digests()})
+        load(items, point.name, CommittedFiles(store.storage), how)
         by_document, rows = job.pack.attends_by_document, job.data.rows_per_sample
         objective = objective_of(job.train, by_document, job.pack.seq_len, frozen.models, rows)
         objective.prepare(model)
@@ -144,19 +153,3 @@ def _evaluated(
             say(f"warning: {sentences.not_finite(record.not_finite, record.step, record.part)}")
     return [Evaluated.of(record, point.name) for record in records]
 
-
-def _load(model: nn.Module, point: str, files: CommittedFiles, fixed: Mapping[str, str]) -> None:
-    """Fills the weights and buffers of `model` from a point of any layout. Verifies their digests.
-
-    `fixed`: the digests of other weights that it is evaluated with.
-    """
-    from torch import nn
-
-    from orchestrator.checkpoint.files.manifest import MODEL
-    from orchestrator.trainer.loading.state_tensors import Continues, load, own_tensors, whole_item
-
-    items = []
-    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
-        tensor.data = tensor.data.contiguous()
-        items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-    load(items, point, files, Continues(reset_optimizer=True, fixed=fixed))  # not the optimizer's state

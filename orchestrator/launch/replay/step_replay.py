@@ -237,7 +237,7 @@ class StepReplayer:
         if begin is None:
             self.state.initialise()
         else:
-            how = Continues(reset_optimizer=self._regime.resets_optimizer, fixed=self.state.frozen.digests())
+            how = Continues(reset_optimizer=self._regime.resets_optimizer, fixed=self.state.fixed_digests())
             load(self.state.items(), begin.name, CommittedFiles(history.store.storage), how)
             self.state.filled()
             self.state.cursor = begin.cursor

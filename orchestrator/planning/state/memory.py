@@ -22,7 +22,8 @@ _LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
 class ModelSize:
     """Numbers of elements of a model. All 0: unknown.
 
-    `parameters`: all; `frozen`: those without gradient and moments.
+    `parameters`: all; `frozen`: those without gradient and moments; `fixed`: of these, those that points do
+    not hold, because each start reads them (`model.lora`).
     `block`: one of the equal blocks.
     `rest`: outside the blocks: embeddings, and a head that is not tied to them.
     `hidden`: of a token before each block, for `num_blocks` blocks.
@@ -32,6 +33,7 @@ class ModelSize:
 
     parameters: int = 0
     frozen: int = 0
+    fixed: int = 0
     block: int = 0
     rest: int = 0
     num_blocks: int = 0
@@ -76,7 +78,8 @@ def optimizer_size(size: ModelSize, optimizers: Collection[str], has_momentum: b
 class WorkerMemory:
     """What one worker holds, in bytes.
 
-    `weights`, `gradients` and `moments` (the optimizer's state): its own rows.
+    `weights`, `gradients` and `moments` (the optimizer's state): its own rows. `fixed`: of the weights, those
+    that no point holds.
     `updates`: new values of its rows that the optimizer computes before a step is applied, without the
     gradients that are dropped then.
     `gathered`: a block and the rest as a whole, weights and gradients, during computation.
@@ -96,6 +99,7 @@ class WorkerMemory:
     activations: int = 0
     updates: int = 0
     beside: int = 0
+    fixed: int = 0
 
     def memory_points(self, lent: bool) -> int:
         """Returns the bytes of memory points: two copies of its own shard and two that it keeps for a
@@ -104,7 +108,7 @@ class WorkerMemory:
         The latter need no memory if the neighbour is on the same machine and lends them (`lent`).
         """
         copies = _OWN_COPIES + (0 if lent else _KEPT_COPIES)
-        return copies * (self.weights + self.moments)
+        return copies * (self.weights - self.fixed + self.moments)
 
     @property
     def training(self) -> int:
@@ -160,7 +164,10 @@ def worker_memory(
     """
     optimizer = optimizer or optimizer_size(size, (ADAMW,), has_momentum=False)
     own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
-    gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
+    fixed = chunk_rows(size.fixed, layout.num_shards) * weight_bytes
+    together = size.rest + size.block
+    reduced = min(together, size.parameters - size.frozen)  # frozen weights have no gradients
+    gathered = 0 if layout.num_shards == 1 else (together + reduced) * compute_bytes
     trained = chunk_rows(size.parameters - size.frozen, layout.num_shards) * weight_bytes
     moved = before is not None and (layout.num_shards, before.num_shards) != (1, 1)
     held = 0
@@ -174,10 +181,11 @@ def worker_memory(
         gradients=trained,
         moments=moments,
         gathered=gathered,
-        staged=chunk_rows(own + moments, layout.num_replicas),
+        staged=chunk_rows(own - fixed + moments, layout.num_replicas),
         reforming=held * weight_bytes,
         activations=activation_bytes(size, num_tokens, compute_bytes),
         updates=updates if layout.num_shards > 1 else 0,
+        fixed=fixed,
     )
 
 

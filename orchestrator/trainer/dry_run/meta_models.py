@@ -30,7 +30,7 @@ def model_on_meta(
     from orchestrator.trainer.model import build_model as models
     from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.model_settings import without_cache
-    from orchestrator.trainer.weights.initial import require_fit
+    from orchestrator.trainer.weights.initial import named_state, require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 
     note = ""
@@ -50,7 +50,7 @@ def model_on_meta(
         require_document_attention(model)
     if config.init_from is not None:
         with torch.device("meta"):
-            require_fit(config, model)
+            require_fit(config, named_state(model))
     return model, note
 
 
@@ -98,8 +98,10 @@ def scalars_of(model: Any) -> tuple[str, ...]:
     return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
 
 
-def size_of(model: Any) -> ModelSize:
+def size_of(model: Any, adapters: bool = False) -> ModelSize:
     """Returns the model's size, with the blocks that are gathered one after the other.
+
+    With `adapters` points do not hold what is frozen.
 
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
@@ -113,9 +115,11 @@ def size_of(model: Any) -> ModelSize:
     hidden, head = getattr(text_config(model), "hidden_size", 0), None
     with suppress(NotImplementedError, AttributeError):
         head = model.get_output_embeddings()
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
     return ModelSize(
         parameters=num,
-        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        frozen=frozen,
+        fixed=frozen if adapters else 0,
         block=max(blocks, default=0),
         rest=num - sum(blocks),
         num_blocks=len(blocks),

@@ -240,6 +240,7 @@ def _build(
     from orchestrator.trainer.model import build_model as models
     from orchestrator.trainer.model.factory_output import Forward, try_forward
     from orchestrator.trainer.objective.plug_in import PlugIn
+    from orchestrator.trainer.weights.lora import add_adapters
     from orchestrator.trainer.weights.transformers_model import transformers_settings
 
     with torch.random.fork_rng(devices=[]):
@@ -248,14 +249,17 @@ def _build(
             return ModelFacts(note=note)
         if config.factory is None:
             _require_export(config, model)
+        known, largest = _num_embeddings(model), _largest_table(model)
+        if config.lora is not None:
+            add_adapters(model, config.lora, 0)
         frozen = frozen_on_meta(config, device_type, invariant, precision, within is not None)
         if train is not None:
             _require_teacher(model, frozen, TrainConfig.model_validate_json(train))
-        size = size_of(model)
+        size = size_of(model, adapters=config.lora is not None)
         optimizer = () if train is None else _optimizer_notes(model, TrainConfig.model_validate_json(train))
         forward = Forward()
         if size.frozen < size.parameters:
-            table = _num_embeddings(model) or _largest_table(model) or size.vocab
+            table = known or largest or size.vocab
             is_small = max(size.parameters, seq_len * table) * 4 <= SMALL_BYTES
 
             def on_cpu() -> Any:
@@ -279,10 +283,9 @@ def _build(
 
                 note = _try_objective(plug_in, model, on_cpu, frozen_on_cpu)
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
-    known = _num_embeddings(model)
     return ModelFacts(
         num_embeddings=known,
-        largest_table=None if known or config.factory is None else _largest_table(model),
+        largest_table=None if known or config.factory is None else largest,
         num_logits=forward.vocab,
         scalars=scalars_of(model),
         size=size,

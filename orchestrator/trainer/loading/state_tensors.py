@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.checkpoint.files.manifest import (
     EMA,
@@ -82,6 +82,11 @@ def own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a tensor of a model's state is trained."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 # -------------------------------------------------------------------------------------------- a point's files

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.model.factory_output import require_state
 from orchestrator.trainer.model.model_settings import without_cache
-from orchestrator.trainer.weights.initial import fill, open_model
+from orchestrator.trainer.weights.initial import fill, open_model, require_reachable
+from orchestrator.trainer.weights.lora import add_adapters, without_adapters
 from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
 from orchestrator.user_function import find_function, not_callable
@@ -74,11 +75,22 @@ def build_model(
     (`config`, `seed`) and of the weights' type, which is float32 for every `precision` except `pure_bf16`.
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
-    called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not yield a
-    model, if the folder lacks some of its tensors, or if no resume point can hold the factory's model.
+    called without a cache. With `model.lora` it has adapters, and all else is frozen.
+
+    Raises `ConfigError` if the factory or the pretrained folder does not yield a model, if the folder lacks
+    some of its tensors, if no resume point can hold the factory's model, or as `add_adapters`;
+    and `StorageError` if the weights beside adapters cannot be reached.
     """
+    require_reachable(config)
     torch.manual_seed(seed)
-    dtype = weights_dtype(precision)
+    model = _base_model(config, weights_dtype(precision), device, invariant)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed)
+    return _moved(model, device).train()
+
+
+def _base_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, invariant: bool) -> nn.Module:
+    """Builds the model without adapters, on the CPU, with weights drawn from torch's generator."""
     if config.factory is not None:
         model = _from_factory(config)
         cast_state(model, dtype)
@@ -87,7 +99,7 @@ def build_model(
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
     train_padding_rows(model)
-    return _moved(model, device).train()
+    return model
 
 
 def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
@@ -107,12 +119,16 @@ def first_model(
     """
     if config.init_from is None:
         return build_model(config, precision, seed, device, invariant)
+    require_reachable(config)
+    base = without_adapters(config)
     settings, attention = None, None
     if config.factory is None:
         settings, attention = transformers_settings(config, device.type, invariant)
-    model = build_model(config, precision, seed, torch.device("cpu"), invariant)
-    model = fill(config, model, settings, attention, weights_dtype(precision))
+    model = build_model(base, precision, seed, torch.device("cpu"), invariant)
+    model = fill(base, model, settings, attention, weights_dtype(precision))
     train_padding_rows(model)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed)
     return _moved(model, device).train()
 
 

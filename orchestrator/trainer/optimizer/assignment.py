@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.optimizer_fields import ADAMW, MUON
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.loading.state_tensors import own_tensors
+from orchestrator.trainer.loading.state_tensors import is_trained, own_tensors
 from orchestrator.trainer.optimizer.built_in import kind_of
 from orchestrator.trainer.optimizer.kinds import Kind, Setting
 
@@ -29,7 +29,7 @@ def settings_of(model: nn.Module, train: TrainConfig) -> dict[str, Setting]:
     match, a parameter that its optimizer cannot train, and a plug-in that cannot be called.
     """
     held = dict(model.state_dict(keep_vars=True))
-    trained = {name: tensor for name, tensor in own_tensors(held) if _is_trained(tensor)}
+    trained = {name: tensor for name, tensor in own_tensors(held) if is_trained(tensor)}
     groups = _groups(train.param_groups, _aliases(held, trained))
     bodies = {id(each) for each in muon_matrices(model)} if train.optimizer == MUON else set()
     kinds: dict[str, Kind] = {}
@@ -170,10 +170,6 @@ def _aliases(held: Mapping[str, Tensor], trained: Mapping[str, object]) -> dict[
         if id(tensor) in first:
             found[first[id(tensor)]].append(name)
     return found
-
-
-def _is_trained(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _embeddings(model: nn.Module) -> Iterator[nn.Module]:

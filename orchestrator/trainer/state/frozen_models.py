@@ -23,7 +23,7 @@ from orchestrator.trainer.loading.state_tensors import Item, own_tensors, sum_of
 from orchestrator.trainer.model.build_model import bare_model, first_model, weights_dtype
 from orchestrator.trainer.state.fsdp_model import Wrapping, shard_items, shard_model, skeleton_of
 from orchestrator.trainer.state.lazy_init import defer
-from orchestrator.trainer.weights.initial import fill_rows
+from orchestrator.trainer.weights.initial import fill_rows, named_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -136,7 +136,7 @@ class FrozenShards(FrozenModels):
 
     def _read(self, rows: _Rows) -> None:
         from_files = rows.config.pretrained is not None or rows.config.init_from is not None
-        if from_files and fill_rows(rows.config, rows.skeleton, rows.items):
+        if from_files and fill_rows(rows.config, named_state(rows.skeleton), rows.items):
             return
         made = first_model(rows.config, rows.precision, self._train.seed, _CPU, invariant=False)
         values = dict(own_tensors(made.state_dict(keep_vars=True)))

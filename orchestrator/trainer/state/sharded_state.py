@@ -22,6 +22,7 @@ from orchestrator.trainer.loading.state_tensors import Item, begin_anew, own_ten
 from orchestrator.trainer.model.build_model import bare_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.whole_parameters import Shards
+from orchestrator.trainer.state.adapter_base import AdapterBase
 from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards, copy_rows
 from orchestrator.trainer.state.fsdp_model import (
     Wrapping,
@@ -33,7 +34,7 @@ from orchestrator.trainer.state.fsdp_model import (
 )
 from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
-from orchestrator.trainer.weights.initial import fill_rows
+from orchestrator.trainer.weights.initial import fill_rows, named_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,7 @@ class ShardedState(TrainState):
                 code="model.no_blocks",
             )
         self.frozen: FrozenModels = FrozenShards(model, train, device)
+        self.base = AdapterBase(model, train.precision, train.seed, self._skeleton)
         self._names = list(_own_tensors(self._skeleton))
         self.model = self._skeleton
         self._mesh: DeviceMesh | None = None
@@ -98,8 +100,9 @@ class ShardedState(TrainState):
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
         self.frozen.form(self._mesh, layout, view.rank)
         self._layout, self._rank = layout, view.rank
-        items = shard_items(self.model, self._names, layout, view.rank)
-        self._rows = OwnRows(items, self._settings, self._train.ema, self._device)
+        items, fixed = self.base.split(shard_items(self.model, self._names, layout, view.rank))
+        self.base.hold(fixed, layout, view.rank)
+        self._rows = OwnRows(items, self._settings, self._train.ema, self._device, fixed)
         self._untouched = False
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
@@ -199,10 +202,10 @@ class ShardedState(TrainState):
         self.writable()
         items = self.items()
         weights = [item for item in items if item.group == MODEL]
-        from_files = self._config.pretrained is not None or self._config.init_from is not None
-        if not (from_files and fill_rows(self._config, self._skeleton, weights)):
+        rest = self._read(weights)
+        if rest:
             values = self._first_values()
-            for item in weights:
+            for item in rest:
                 if item.tensor.numel():
                     copy_rows(item, values(item.name))
         begin_anew(items, weights)
@@ -214,9 +217,17 @@ class ShardedState(TrainState):
         super().filled()
         self._later = None
 
+    def _read(self, weights: list[Item]) -> list[Item]:
+        """Fills first weights from files. Returns those that files do not hold, or not in this form."""
+        if self.base.exists:
+            return self.base.fill_copies(weights)
+        from_files = self._config.base is not None
+        is_read = from_files and fill_rows(self._config, named_state(self._skeleton), weights)
+        return [] if is_read else weights
+
     def _first_values(self) -> Callable[[str], Tensor]:
         """Returns a function that maps a tensor's name to its whole initial value."""
-        if self._config.pretrained is None and self._config.init_from is None:
+        if self._config.base is None or self.base.exists:  # adapters are drawn
             later = self._later or self._defer()
             if later is not None:
                 noted = _own_tensors(later.model)

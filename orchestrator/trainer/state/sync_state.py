@@ -142,7 +142,8 @@ def _fixed_digests(group: Group, state: TrainState) -> Mapping[str, str]:
     """Reads the weights that the state is trained with and does not contain, and returns their digests.
 
     This is a collective. Raises `ConfigError` if the replicas have read different weights, and the error of a
-    rank that could not read its rows.
+    rank that could not read its rows. Raises `ConfigError` also if they are others than in the generation
+    before.
     """
     if not state.has_fixed:
         return {}
@@ -169,6 +170,15 @@ def _fixed_digests(group: Group, state: TrainState) -> Mapping[str, str]:
                     code="weights.differ",
                 )
         found[name] = digests[0]
+    changed = [name for name, digest in found.items() if state.fixed.get(name, digest) != digest]
+    problem = None
+    if changed:
+        problem = ConfigError(
+            f"{changed[0]}: the weights there have digest {found[changed[0]]}, and had "
+            f"{state.fixed[changed[0]]} when this run read them before; put the files back",
+            code="weights.changed",
+        )
+    raise_together(group, problem)
     return found
 
 

@@ -25,6 +25,7 @@ from orchestrator.trainer.loading.state_tensors import (
     STEPS,
     Item,
     begin_anew,
+    is_trained,
     own_tensors,
     tensor_bytes,
     whole_item,
@@ -33,6 +34,7 @@ from orchestrator.trainer.model.build_model import build_model, first_model
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
 from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
+from orchestrator.trainer.state.adapter_base import AdapterBase
 from orchestrator.trainer.state.frozen_models import FrozenModels, frozen_field
 
 if TYPE_CHECKING:
@@ -81,17 +83,18 @@ class OwnRows:
         settings: Mapping[str, Setting],
         ema: float | None,
         device: torch.device,
+        fixed: Sequence[Item] = (),
     ) -> None:
         """`items` are of the group MODEL. Those whose tensor is an `nn.Parameter` that requires a gradient
-        are trained, as `settings` states, and averaged with the decay `ema`.
+        are trained, as `settings` states, and averaged with the decay `ema`. `fixed` are tensors of the model
+        that no point holds (`model.lora`).
         """
-        self._model = list(items)
-        self.trained = {
-            item.name: item
-            for item in items
-            if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad
+        self._model, self.fixed = list(items), list(fixed)
+        self.trained = {item.name: item for item in items if is_trained(item.tensor)}
+        of_both = (*items, *fixed)
+        self.buffers = {
+            item.name: item.tensor for item in of_both if not isinstance(item.tensor, nn.Parameter)
         }
-        self.buffers = {item.name: item.tensor for item in items if not isinstance(item.tensor, nn.Parameter)}
         self._steps = torch.zeros((), dtype=torch.int64)
         # its state is created here rather than at the first step, so that a state always has the same items
         self._optimizer = OptimizerRows(list(self.trained.values()), settings, device)
@@ -140,6 +143,15 @@ class OwnRows:
             self._averages.step()
 
 
+def whole_items(model: nn.Module) -> list[Item]:
+    """Returns the tensors of a model's state. Makes each of them contiguous."""
+    items = []
+    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
+        tensor.data = tensor.data.contiguous()
+        items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
+    return items
+
+
 class TrainState:
     """Model, optimizer and their position in the run. Every member holds all of it (`replicate`).
 
@@ -147,8 +159,9 @@ class TrainState:
     committed resume point holds this very state. Code that writes to the items must call `writable` before;
     `apply` and `initialise` do.
 
-    `frozen`: the models of `model.frozen`. `fixed`: the digests of the weights that the state is trained with
-    and does not contain, by their fields, once the group has agreed on them.
+    `frozen`: the models of `model.frozen`. `base`: the weights beside adapters. `fixed`: the digests of the
+    weights that the state is trained with and does not contain, by their fields, once the group has agreed on
+    them.
     """
 
     sharded = False  # whether members hold different rows
@@ -156,16 +169,17 @@ class TrainState:
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
         self._begin_blank()
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
-        self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
+        # Holds the initial weights. Those of another folder are read only by a member that needs them; the
+        # base of adapters, which no other member and no point gives, by each.
+        self._untouched = model.init_from is None or model.lora is not None
+        build = self._first if self._untouched else partial(build_model, *self._first.args)
+        self.model: nn.Module = build()
         self.frozen = FrozenModels(model, train, device, invariant)
-        # holds the initial weights; those of another folder are read only by a member that needs them
-        self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
-        items = []
-        for name, tensor in own_tensors(self._held):
-            tensor.data = tensor.data.contiguous()
-            items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-        self._rows = OwnRows(items, settings_of(self.model, train), train.ema, device)
+        self.base = AdapterBase(model, train.precision, train.seed, self.model)
+        items, fixed = self.base.split(whole_items(self.model))
+        self.base.hold(fixed, self._layout, self._rank, are_filled=True)
+        self._rows = OwnRows(items, settings_of(self.model, train), train.ema, device, fixed)
 
     def _begin_blank(self) -> None:
         # Returns when the tensors may be written to. Code that copies them in the background replaces it.
@@ -255,7 +269,7 @@ class TrainState:
     @property
     def has_fixed(self) -> bool:
         """Whether the state is trained with weights that it does not contain."""
-        return bool(self.frozen.models)
+        return bool(self.frozen.models) or self.base.exists
 
     def fixed_sums(self) -> Mapping[str, int]:
         """Returns the sums of this member's shard of the weights of `fixed`, by their fields.
@@ -263,7 +277,13 @@ class TrainState:
         Reads them if they are not read yet. Raises `ConfigError` and `StorageError`.
         """
         self.frozen.read()
-        return {frozen_field(name): found for name, found in self.frozen.sums().items()}
+        self.base.read()
+        found = {frozen_field(name): found for name, found in self.frozen.sums().items()}
+        return found | ({self.base.field: self.base.sum()} if self.base.exists else {})
+
+    def fixed_digests(self) -> dict[str, str]:
+        """Returns the digests of the weights of `fixed` for a member without others, by their fields."""
+        return {**self.frozen.digests(), **self.base.digests()}
 
     def leave(self) -> None:
         """Ends the generation: nothing refers to its process group any more. The tensors stay."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.checkpoint.files.reading import PointReader
-from orchestrator.errors import ConfigError, ResumePointError
+from orchestrator.errors import ConfigError, ResumePointError, StorageError
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
@@ -41,16 +41,41 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20
 _Shapes = dict[str, tuple[int, ...]]
+State = Mapping[str, Tensor]  # all names of a model's state; tied tensors are the same object
+
+
+def named_state(model: nn.Module) -> State:
+    """Returns the model's state, with its parameters and buffers themselves."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def require_reachable(config: ModelConfig) -> None:
+    """Raises `StorageError` if the weights that adapters are trained beside (`model.lora`) cannot be reached.
+
+    The points of a run do not hold them. So this is no damage of a point.
+    """
+    if config.lora is None or config.base is None:
+        return
+    storage = open_storage(config.base)
+    there = storage.folder.is_dir() if storage.folder is not None else bool(storage.list(""))
+    if not there:
+        field = "pretrained" if config.init_from is None else "init_from"
+        raise StorageError(
+            f"model.{field}={config.base} cannot be reached: no files are there. Every start with model.lora "
+            "reads its weights, which the run's points do not hold; mount or restore it. The points are not "
+            "damaged",
+            code="weights.unreachable",
+        )
 
 
 # ---- names and shapes
-def wanted_by(config: ModelConfig, model: nn.Module) -> _Shapes:
-    """Returns the names and shapes that `model` needs from `model.init_from`. `model` may be on the meta
-    device.
+def wanted_by(config: ModelConfig, state: State) -> _Shapes:
+    """Returns the names and shapes that a model with this state needs from `model.init_from`. It may be on
+    the meta device.
 
     They are transformers' names where transformers reads the folder, else the model's.
     """
-    own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
+    own = dict(own_tensors(state))
     if config.factory is not None or is_point(str(config.init_from)):
         return {name: tuple(tensor.shape) for name, tensor in own.items()}
     tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in own.items()}
@@ -58,16 +83,16 @@ def wanted_by(config: ModelConfig, model: nn.Module) -> _Shapes:
     return {name: shape for group in form.groups for name, _, shape in group.becomes}
 
 
-def require_fit(config: ModelConfig, model: nn.Module) -> None:
+def require_fit(config: ModelConfig, state: State) -> None:
     """Raises `ConfigError` naming every tensor of `model.init_from` that does not fit.
 
     A tensor may be missing, in excess, or of another shape.
     """
     where = str(config.init_from)
-    wanted, held = wanted_by(config, model), held_in(where)
+    wanted, held = wanted_by(config, state), held_in(where)
     if config.factory is None and not is_point(where):
         # Tied tensors may be stored twice. With different values they would not be tied (`ties`).
-        held = {name: shape for name, shape in held.items() if name in wanted or name not in _aliases(model)}
+        held = {name: shape for name, shape in held.items() if name in wanted or name not in _aliases(state)}
     problems = [f"  missing: {name} {_shape(wanted[name])}" for name in sorted(set(wanted) - set(held))]
     problems += [f"  unexpected: {name} {_shape(held[name])}" for name in sorted(set(held) - set(wanted))]
     problems += [
@@ -84,10 +109,9 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
         )
 
 
-def _aliases(model: nn.Module) -> set[str]:
+def _aliases(state: State) -> set[str]:
     """Names in the state that are later names of a tensor already named."""
-    held = dict(model.state_dict(keep_vars=True))
-    return set(held) - {name for name, _ in own_tensors(held)}
+    return set(state) - {name for name, _ in own_tensors(state)}
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -103,7 +127,7 @@ def fill(
     `model` is a model of this job. `settings` and `attention` are arguments for transformers. Raises
     `ConfigError`, and `ResumePointError` for a point whose files are damaged.
     """
-    require_fit(config, model)
+    require_fit(config, named_state(model))
     if is_point(str(config.init_from)):
         try:
             _fill_whole_from_point(model, str(config.init_from))
@@ -178,7 +202,7 @@ def open_model(
     own = own_tensors(dict(model.state_dict(keep_vars=True)))
     with torch.no_grad():
         items = [whole_item(MODEL, name, tensor.detach(), sharded=False) for name, tensor in own]
-        if fill_rows(config, model, items):
+        if fill_rows(config, named_state(model), items):
             return model, {}
     tensors = {name: read_whole(each) for name, each in stored_tensors(where).items()}
     made: Any = type(model).from_pretrained(None, state_dict=tensors, output_loading_info=True, **how)
@@ -207,10 +231,10 @@ def read_whole(stored: StoredTensor) -> Tensor:
 
 
 # ---- rows
-def fill_rows(config: ModelConfig, model: nn.Module, items: Sequence[Item]) -> bool:
+def fill_rows(config: ModelConfig, state: State, items: Sequence[Item]) -> bool:
     """Fills the items of the group MODEL with their rows of `model.init_from`, else of `model.pretrained`.
 
-    Values are converted to the type of the items (rounded as torch does). Of `model`, the job's
+    Values are converted to the type of the items (rounded as torch does). Of `state`, that of the job's
     model, only names, shapes and dtypes are used.
 
     Returns False, and writes nothing, if the stored tensors do not match the model's one to one: other names,
@@ -219,11 +243,11 @@ def fill_rows(config: ModelConfig, model: nn.Module, items: Sequence[Item]) -> b
     `ResumePointError`, `StorageError`.
     """
     if config.init_from is not None:
-        require_fit(config, model)
+        require_fit(config, state)
         if is_point(config.init_from):
             _fill_rows_from_point(config.init_from, items)
             return True
-    found = _stored_tensors(config, model)
+    found = _stored_tensors(config, state)
     if found is None:
         return False
     for item in items:
@@ -243,7 +267,7 @@ def _fill_rows_from_point(where: str, items: Sequence[Item]) -> None:
             item.tensor.copy_(found)
 
 
-def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor] | None:
+def _stored_tensors(config: ModelConfig, state: State) -> dict[str, StoredTensor] | None:
     """Maps each tensor of the model to the stored tensor with its values; None: see `fill_rows`."""
     where = str(config.init_from or config.pretrained)
     storage = open_storage(where)
@@ -251,14 +275,14 @@ def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, StoredTe
         return None
     if storage.exists("adapter_config.json"):
         return None
-    own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
+    own = dict(own_tensors(state))
     names: Mapping[str, str] | None = {name: name for name in own}
     if config.factory is None:
         names = renames(config, own)
     if names is None:
         return None
     stored = stored_tensors(where)
-    aliases = set(model.state_dict()) - set(names.values())
+    aliases = set(state) - set(names.values())
     if aliases & set(stored):  # tied here but stored as two tensors; only transformers knows which one counts
         return None
     found: dict[str, StoredTensor] = {}

@@ -14,6 +14,7 @@ from torch import nn
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.open import open_storage, small_files
+from orchestrator.trainer.weights.lora import require_not_quantized
 from orchestrator.trainer.weights.ties import follow_files, follow_names
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
                 f"transformers has no causal language model of type {settings.model_type}",
                 code="model.not_language_model",
             )
+        require_not_quantized(config, settings)
     if (chosen := _chosen_attention(config, settings)) is not None:
         if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
             raise ConfigError(
