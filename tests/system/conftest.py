@@ -22,7 +22,24 @@ LLAMA = {
     "data.fragment_bytes": 1 << 16,
 }
 TINY = {**LLAMA, "model.factory": "tests.system.tiny_model:build"}
+# a job whose training is a user's own: objective, frozen model, optimizer, averages
+OPEN = {
+    **TINY,
+    "train.objective": "tests.system.tiny_model:near_reference",
+    "model.frozen": {"reference": {"factory": "tests.system.tiny_model:build"}},
+    "train.optimizer": "muon",
+    "train.ema": 0.9,
+}
 Make = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def with_evaluation(mapping: dict[str, Any], every_steps: int) -> dict[str, Any]:
+    """The job, evaluated on the first 21 samples of its own sources."""
+    parts = {"own": {"sources": mapping["data"]["sources"]}}
+    return {
+        **mapping,
+        "eval": {"every_steps": every_steps, "at_end": True, "max_samples": 21, "parts": parts},
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,14 @@ run on a Ray whose private parts cannot be reached.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray._private.state import actors
 
 from orchestrator.cluster import ray_inventory
+from tests.system.conftest import OPEN, Make, with_evaluation
 from tests.system.harness import Job, assert_same_training, assert_survivors_stayed, log_text, spawn
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.xdist_group("ray")]
@@ -34,6 +36,32 @@ def test_a_kill_anywhere_changes_nothing(
     assert plan.struck() == [0]
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+
+
+@pytest.fixture(scope="module")
+def unbroken_open(cluster: Any, tiny_config: Make, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A user's own training on one worker, which nothing befell."""
+    job = Job(with_evaluation(tiny_config(OPEN), 3), tmp_path_factory.mktemp("open"))
+    assert job.train(cluster__num_workers=1).outcome == "done"
+    return job
+
+
+@pytest.mark.parametrize("step", [4, 15])
+@pytest.mark.parametrize("place", [*PLACES, "evaluating"])
+def test_a_kill_anywhere_changes_nothing_of_a_users_own_training(
+    tiny_config: Make, tmp_path: Path, cluster: Any, unbroken_open: Job, place: str, step: int
+) -> None:
+    job = Job(with_evaluation(tiny_config(OPEN), 3), tmp_path)
+    plan = job.faults().kill(place, step=step - step % 3 if place == "evaluating" else step, rank=0)
+    result = job.train(plan)
+    assert result.outcome == "done", result.reason
+    assert plan.struck() == [0]
+    assert_same_training(job, (unbroken_open.final_digest(), unbroken_open.losses()))
+    assert [r.metrics for r in job.run.records()] == [r.metrics for r in unbroken_open.run.records()]
+    columns = ["part", "step", "loss", "samples", "drawn", "distance"]
+    assert job.run.evals()[columns].equals(unbroken_open.run.evals()[columns])
+    replayed = job.run.replay(step=14)  # from the point of step 12 on
+    assert (replayed.steps_compared, replayed.first_difference) == (2, None)
 
 
 def hide_private_parts() -> None:

@@ -8,7 +8,9 @@ from contextlib import suppress
 
 import ray
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from orchestrator.objectives import Mean, MicroBatch, StepContext, Terms
 
 
 class TinyModel(nn.Module):
@@ -77,3 +79,18 @@ def build_but_on_one(mark: str, vocab_size: int = 1000, hidden_size: int = 32) -
             os.mkdir(mark)
             raise ModuleNotFoundError("No module named 'only_elsewhere'")
     return TinyModel(vocab_size, hidden_size)
+
+
+def near_reference(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """For `train.objective`: the cross-entropy, and the distance from a frozen model's."""
+    labels = batch.labels.flatten().long()
+
+    def losses(each: nn.Module) -> Tensor:
+        logits: Tensor = each(batch.input_ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none", ignore_index=-100)
+
+    mine, theirs = losses(model), losses(context.frozen["reference"])
+    distance = ((mine - theirs) ** 2).sum()
+    drawn = torch.rand((), generator=context.generator)
+    metrics = {"distance": Mean(distance.detach(), (labels >= 0).sum()), "drawn": Mean(drawn)}
+    return Terms(mine.sum() + 0.1 * distance, metrics, mine.view_as(batch.labels))
