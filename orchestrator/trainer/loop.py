@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.config.sections import BUILT_IN
 from orchestrator.errors import TrainingError, UnsavedError
 from orchestrator.faults import Hook, no_fault
 from orchestrator.paused_gc import paused_gc
@@ -59,6 +60,7 @@ from orchestrator.trainer.model.build_model import pick_device, set_determinism
 from orchestrator.trainer.model.model_flops import Utilisation
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
 from orchestrator.trainer.objective.objective import step_units
+from orchestrator.trainer.objective.plug_in import is_before_the_step
 from orchestrator.trainer.objective.token_losses import TokenLosses
 from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saving.saver import Saver, Unsaved, await_saves
@@ -153,6 +155,7 @@ class _Trainer:
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._unsaved = Unsaved()
+        self._failed: TrainingError | None = None  # of the objective; it ends this member after a save
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
@@ -206,6 +209,8 @@ class _Trainer:
                     unsaved=unsaved,
                 )
             )
+            if view is None and self._failed is not None:
+                raise self._failed
             if view is None:
                 return Outcome(reason=LEFT, key=state.key, cursor=state.cursor)
             formed = self._triggers.first if leaves is None else self._triggers.formed
@@ -249,13 +254,38 @@ class _Trainer:
             self._saver.prepare(self._state, view.rank)
             self._faults("joined", view.step, view.rank)
             self._callbacks.enter(view, self._state.cursor, self._records)
+            self._leave_failed(group)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
             try:
                 self._gradient.enter(view.rank, view.world_size)
                 return self._train(group)
+            except TrainingError as error:
+                if not is_before_the_step(error):
+                    raise
+                # without the frames of the model, which hold FSDP2's groups
+                self._failed = TrainingError(str(error), code=error.code)
             finally:
                 self._gradient.leave()
+        raise GenerationEnded(str(self._failed))
+
+    def _leave_failed(self, group: Group) -> None:
+        """Saves the state if the objective of a member has failed, and ends that member with its error.
+
+        The objective failed before the step changed anything, so all members together hold the whole state.
+        The others continue as after any error of a worker. They try the step again. Raises what `_end_of`
+        raises, and `GenerationEnded` on the others.
+        """
+        if self._job.train.objective == BUILT_IN:
+            return
+        rows = group.gather([int(self._failed is not None)], "agreeing on errors of the objective")
+        failed = [rank for rank, (has_failed,) in enumerate(rows) if has_failed]
+        if not failed:
+            return
+        ending = self._end_of(group, str(self._failed), "objective.fails")
+        if self._failed is None:
+            raise GenerationEnded(f"the objective failed on rank {', '.join(map(str, failed))}")
+        raise TrainingError(str(ending), code=self._failed.code)
 
     def _train(self, group: Group) -> Outcome:
         view = group.view
@@ -548,10 +578,14 @@ class _Trainer:
         if key.step == 0:
             return TrainingError(f"{problem}. No step was trained before it", code=code)
         try:
-            point = self._save_last(group).point_name
+            key = self._save_last(group)
         except UnsavedError as unsaved:
             return TrainingError(f"{problem}. The state before it is not saved: {unsaved}", code=code)
-        return TrainingError(f"{problem}. The state before it is saved as resume point {point}", code=code)
+        if key != self._saver.committed:  # a point holds it under the name of an older generation
+            text = f"{problem}. The state before it is saved in the resume point of step {key.step}"
+            return TrainingError(text, code=code)
+        text = f"{problem}. The state before it is saved as resume point {key.point_name}"
+        return TrainingError(text, code=code)
 
     def _save_last(self, group: Group) -> StateKey:
         """Saves the last state and returns its key once it is committed.

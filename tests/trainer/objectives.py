@@ -102,6 +102,27 @@ def raises_in_step_3(model: nn.Module, batch: MicroBatch, context: StepContext) 
     return cross_entropy(model, batch, context)
 
 
+def raises_for_sample_30(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    """Only the rank that has the sample fails, in step 3."""
+    return _raises_for(30, model, batch, context)
+
+
+def raises_for_sample_3(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    return _raises_for(3, model, batch, context)
+
+
+def _raises_for(sample: int, model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    if (batch.sample_indices == sample).any():
+        raise ValueError(f"not sample {sample}")
+    return cross_entropy(model, batch, context)
+
+
+def raises_without_a_gradient(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
+    if not torch.is_grad_enabled():
+        raise ValueError("not in an evaluation")
+    return cross_entropy(model, batch, context)
+
+
 def exits_in_step_3(model: nn.Module, batch: MicroBatch, context: StepContext) -> Terms:
     if context.step == 3:
         sys.exit(0)

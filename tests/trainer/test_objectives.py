@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +241,46 @@ def test_an_objective_that_raises_while_it_trains_ends_the_run_by_name_and_line(
     place = StepPlace(step=3, consumed_tokens=0)
     with raises(TrainingError, "objective.fails", name, "step 3", "objectives.py:"):
         objective.terms(model, first_micro(job), place)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "changes"),
+    [
+        ("raises_in_step_3", 2, {}),
+        ("raises_for_sample_30", 2, {}),
+        ("raises_for_sample_30", 2, {"train__numerics": "fast"}),
+        ("raises_for_sample_30", 2, {"train__numerics": "fast", "train__parallel": "shard"}),
+        ("raises_without_a_gradient", 4, {"eval__every_steps": 4}),
+    ],
+    ids=["all", "one", "ddp", "fsdp2", "evaluation"],
+)
+def test_before_the_run_ends_because_an_objective_raises_the_state_before_is_saved(
+    tmp_path: Path, name: str, step: int, changes: dict[str, Any]
+) -> None:
+    job = job_of(name, **changes)
+    with members(tmp_path, "ab", job=job, sharded="train__parallel" in changes) as group:
+        group.join_all()
+    launch = group.launch
+    status, point = launch.wait_for_end(), launch.last_point()
+    assert (status.ended, status.code) == ("failed", "objective.fails")
+    assert point.key.step == step
+    failed_in = step if "eval__every_steps" in changes else step + 1
+    assert name in status.reason
+    assert f"step {failed_in}" in status.reason
+    assert point.key.point_name in status.reason or f"point of step {step}" in status.reason
+    assert [record.step for record in launch.journal().records] == list(range(1, step + 1))
+    if not changes:
+        right = job_of("cross_entropy", train__max_steps=step)
+        expected = run_to_end(tmp_path / "right", 2, job=right)
+        assert point.state_digest == expected.last_point().state_digest
+
+
+def test_an_objective_that_raises_in_the_first_step_ends_the_run_without_a_point(tmp_path: Path) -> None:
+    with members(tmp_path, "a", job=job_of("raises_for_sample_3")) as group:
+        group.join_all()
+    status = group.launch.wait_for_end()
+    assert (status.ended, status.code) == ("failed", "objective.fails")
+    assert not group.launch.points
 
 
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])

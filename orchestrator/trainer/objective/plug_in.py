@@ -157,6 +157,8 @@ class PlugIn(Objective):
             except (Exception, SystemExit) as error:
                 if not self._tried or _is_of_others(error):
                     raise
+                if changed := self._watched.changed(written):
+                    raise self._changes(changed, place) from error
                 raised = f"raised in step {place.step}: {described(error)}"
                 raise self._wrong(raised, "objective.fails") from error
         if changed := self._watched.changed(written):
@@ -330,6 +332,11 @@ class _Watched:
 
     def _counts(self) -> list[int]:
         return list(map(_COUNT, self._tensors.values()))
+
+
+def is_before_the_step(error: TrainingError) -> bool:
+    """Whether the objective failed before anything of the state was changed."""
+    return (error.code or "").startswith("objective.") and error.code != _IMPURE
 
 
 def _is_of_others(error: BaseException) -> bool:
