@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -112,6 +113,9 @@ def files_digest(files: Sequence[FileEntry]) -> str:
     return blake3(canonical(encode(tuple(files)))).hexdigest()
 
 
+_EQUAL = ("key", "world_size", "cursor", "optimizer_steps", "layout")  # of all votes of a save
+
+
 def disagreement(votes: Sequence[Vote]) -> str | None:
     """Returns why these are not W votes of one save, or None if they are. O(votes).
 
@@ -120,8 +124,12 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
     tensors are also accepted, because searches of machines cast such votes.
     """
     first = votes[0]
+    facts = attrgetter(*_EQUAL)
+    expected = facts(first)
     for vote in votes[1:]:
-        for fact in ("key", "world_size", "cursor", "optimizer_steps", "layout"):
+        if facts(vote) == expected:
+            continue
+        for fact in _EQUAL:
             mine, other = getattr(first, fact), getattr(vote, fact)
             if mine != other:
                 return f"rank {first.rank} votes with {fact}={mine}, rank {vote.rank} with {other}"
