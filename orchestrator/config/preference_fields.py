@@ -87,8 +87,8 @@ def objective_problem(objective: str, sources: list[Any]) -> _Wrong | None:
     return (
         _CONFLICT,
         "is causal_lm, which would learn the rejected answers of content: preference like the chosen ones; "
-        "set it to an objective that compares them (docs/howto/preference-tuning.md), or train the chosen "
-        "answers alone with content: prompt",
+        "set it to an objective that compares them, such as examples.dpo:dpo "
+        "(docs/howto/preference-tuning.md), or train the chosen answers alone with content: prompt",
     )
 
 

@@ -149,7 +149,8 @@ def try_model(job: JobConfig) -> ModelFacts:
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
-    """Raises `ConfigError` if the tokenizer has more ids than the model embeds, or than its logits cover.
+    """Raises `ConfigError` if the tokenizer has more ids than the model embeds, or than the logits cover that
+    the built-in objective takes.
 
     `vocab_size` is the number of the tokenizer's ids.
     """
@@ -160,7 +161,8 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
             f"least {vocab_size} ids",
             code="model.vocabulary",
         )
-    if facts.num_logits is not None and facts.num_logits < vocab_size:
+    of_ids = job.train.objective == BUILT_IN  # a plug-in may take numbers of another kind
+    if of_ids and facts.num_logits is not None and facts.num_logits < vocab_size:
         raise ConfigError(
             f"the model of {_where(job)} gives logits of {facts.num_logits} ids, but the tokenizer "
             f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
