@@ -4,7 +4,6 @@ cursor, and what is refused.
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from orchestrator.planning.batches import next_range
 from orchestrator.planning.digest import sample_digest
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.chats import CHATML, CHATML_TAGGED, LLAMA_3, byte_level, saved
+from tests.data.format_writers import write_files
 from tests.data.making import samples
 from tests.data.preferences import (
     Make,
@@ -435,49 +435,44 @@ def recorded_chats() -> list[dict[str, Any]]:
     return [of_chats([USER], [GOOD], [BAD]), of_chats([MORE, GOOD, USER], [BAD], [GOOD])]
 
 
-@pytest.mark.parametrize("form", ["csv", "tsv", "parquet", "python"])
-def test_every_format_gives_the_same_pairs_of_texts(form: str, tmp_path: Path, tiny_config: Make) -> None:
-    records = recorded_texts()
-    write_pairs(tmp_path / "jsonl", records, num_files=1)
-    if form == "parquet":
-        (tmp_path / form).mkdir()
-        pq.write_table(pa.Table.from_pylist(records), tmp_path / form / "a.parquet")
-        source = {"path": str(tmp_path / form), "format": form}
-    elif form == "python":
-        source = {"path": f"{__name__}:recorded_texts", "format": form}
+def same_pairs(make: Make, folder: Path, form: str, records: str, **change: Any) -> None:
+    """Asserts that the records give the same rows in this format as in lines."""
+    write_pairs(folder / "jsonl", globals()[records](), num_files=1)
+    source: dict[str, Any] = {"format": form}
+    if form == "python":
+        source["path"] = f"{__name__}:{records}"
     else:
-        (tmp_path / form).mkdir()
-        with (tmp_path / form / f"a.{form}").open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0], delimiter="," if form == "csv" else "\t")
-            writer.writeheader()
-            writer.writerows(records)
-        source = {"path": str(tmp_path / form), "format": form}
-    change = {"data.shuffle": "none"}
-    one = prepare_data(preference_job(tiny_config, tmp_path / "jsonl", change))
-    other = prepare_data(preference_job(tiny_config, tmp_path / form, change, **source))
-    assert rows_of(samples(other, seq(other))) == rows_of(samples(one, seq(one)))
+        write_files(folder / form, form, [globals()[records]()])
+    if form == "webdataset" and records == "recorded_chats":  # messages lie in a JSON member
+        source |= {f"{name}_field": f"json.{name}" for name in ("prompt", "chosen", "rejected")}
+    change |= {"data.shuffle": "none"}
+    one = prepare_data(preference_job(make, folder / "jsonl", change))
+    other = prepare_data(preference_job(make, folder / form, change, **source))
+    found = rows_of(samples(other, seq(other)))
+    assert found
+    assert found == rows_of(samples(one, seq(one)))
 
 
-@pytest.mark.parametrize("form", ["parquet", "python"])
-def test_messages_in_columns_and_from_code_are_those_of_lines(
+@pytest.mark.parametrize(
+    "form", ["csv", "tsv", "parquet", "arrow", "hf_dataset", "webdataset", "mds", "cbor", "python"]
+)
+def test_every_format_gives_the_same_pairs_of_texts(form: str, tmp_path: Path, tiny_config: Make) -> None:
+    same_pairs(tiny_config, tmp_path, form, "recorded_texts")
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "hf_dataset", "webdataset", "mds", "cbor", "python"])
+def test_every_format_of_values_gives_the_same_pairs_of_messages(
     form: str, tmp_path: Path, tiny_config: Make
 ) -> None:
-    records = recorded_chats()
-    write_pairs(tmp_path / "jsonl", records, num_files=1)
-    if form == "parquet":
-        (tmp_path / form).mkdir()
-        pq.write_table(pa.Table.from_pylist(records), tmp_path / form / "a.parquet")
-        source = {"path": str(tmp_path / form), "format": form}
-    else:
-        source = {"path": f"{__name__}:recorded_chats", "format": form}
-    change = {
-        "data.shuffle": "none",
-        "data.tokenizer": saved(tmp_path / "t", byte_level(), CHATML),
-        "pack.seq_len": 120,
-    }
-    one = prepare_data(preference_job(tiny_config, tmp_path / "jsonl", change))
-    other = prepare_data(preference_job(tiny_config, tmp_path / form, change, **source))
-    assert rows_of(samples(other, seq(other))) == rows_of(samples(one, seq(one)))
+    name = saved(tmp_path / "t", byte_level(), CHATML)
+    same_pairs(tiny_config, tmp_path, form, "recorded_chats", **{"data.tokenizer": name, "pack.seq_len": 120})
+
+
+@pytest.mark.parametrize("form", ["lines", "text"])
+def test_formats_of_texts_hold_no_pairs(form: str, tmp_path: Path, tiny_config: Make) -> None:
+    (tmp_path / "a.txt").write_text("x\n")
+    with raises(ConfigError, "config.unsupported_content", "content is preference"):
+        prepare_data(preference_job(tiny_config, tmp_path / "a.txt", format=form))
 
 
 def test_a_column_that_holds_no_answer_is_refused_before_a_start(tmp_path: Path, tiny_config: Make) -> None:

@@ -82,7 +82,7 @@ class TokenLosses:
         at = (first + documents.long().clamp(min=0)).flatten()
         counted = is_target & (documents >= 0)
         sums, counts = (
-            losses.new_zeros(losses.numel()).index_add_(0, at, values.flatten())
+            losses.new_zeros(len(losses) * num).index_add_(0, at, values.flatten())
             for values in (torch.where(counted, losses, 0.0), counted.double())
         )
         means = sums / counts
