@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import RefusedError
 from orchestrator.storage.files import Storage
+from tests.data.preferences import pairs, write_pairs
 from tests.raising import raises
 from tests.system.harness import Job, assert_exactly_once
 
@@ -84,6 +86,29 @@ def test_packed_documents_are_trained_once_and_within_themselves_through_a_kill_
     report = job.run.audit()
     assert report["exactly_once"], report["first_difference"]
     assert job.run.replay(13).expected_digest
+
+
+@pytest.mark.chaos
+def test_pairs_of_answers_are_trained_once_through_a_kill_and_another_shape(
+    job: Job, cluster: Any, tmp_path: Path
+) -> None:
+    write_pairs(tmp_path / "pairs", pairs(400))
+    source = {"name": "pairs", "path": str(tmp_path / "pairs"), "format": "jsonl", "content": "preference"}
+    change: dict[str, Any] = {"data__sources": [source], "pack__mode": "pad", "pack__seq_len": 64}
+    change |= {"train__objective": "tests.trainer.preference_objectives:margin", "resume__every_steps": 3}
+    change |= {"train__objective_units": "samples", "monitor__digest_every_steps": 1}
+    plan = job.faults().kill("summary_received", step=5, rank=1)
+    first = job.train(plan, **change, train__max_steps=9, train__global_batch_size=16)
+    assert (first.outcome, first.consumed_tokens) == ("done", 9 * 16 * 2 * 64), first.reason
+    budget = {"train__max_steps": None, "train__max_samples": 301}
+    other = {"cluster__num_workers": 1, "train__global_batch_size": 24}
+    second = job.train(**change, **budget, **other)
+    assert (second.outcome, second.consumed_tokens) == ("done", 301 * 2 * 64), second.reason
+    assert len(plan.struck()) == 1
+    report = job.run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    found = job.run.replay(tokens=second.consumed_tokens)
+    assert (found.equal, found.first_difference) == (True, None)
 
 
 def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(
