@@ -16,7 +16,14 @@ REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}
 Segments = tuple[tuple[int, int], ...]  # (world size, up to which step)
 
 
-def job_of(parallel: Any, **changes: Any) -> TrainJob:
+ADAPTERS = {"rank": 3, "alpha": 6.0, "dropout": 0.1, "target_modules": ["q_proj", "up_proj"]}
+
+
+def job_of(parallel: Any, adapters: str = "", **changes: Any) -> TrainJob:
+    """`adapters`: the folder of their base; empty: the job trains whole weights."""
+    if adapters:
+        lora = {**ADAPTERS, "modules_to_save": ["lm_head"]}
+        changes = {**changes, "model__pretrained": adapters, "model__lora": lora}
     # a calm run may end after any step, which no warm-up may be longer than
     fixed = {"train__numerics": "fast", "train__warmup_steps": 1, "resume__memory_every_steps": 2}
     return tiny_job(train__parallel=parallel, **{**fixed, **changes})

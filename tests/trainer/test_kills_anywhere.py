@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.killable import KillableLaunch
 from tests.trainer.kills import killed
 from tests.trainer.launch import Launch
+from tests.trainer.lora import base_in
 from tests.trainer.member import Members, Plan, members, run_to_end
 from tests.trainer.read_back import read_back
 from tests.trainer.sharded_kills import END, HSDP, REPLICATE, SHARD, Segments, job_of, segments_of
@@ -59,10 +61,18 @@ OWN = {
     "claim_made": "joining",
 }
 
+_FOLDERS: list[TemporaryDirectory[str]] = []
 BY_TEACHER = {
     "model__frozen": {"wise": {"factory": "tests.trainer.member:PoisonModel"}},
     "train__objective_args": {"teacher": "wise"},
 }
+
+
+@cache
+def base_of_adapters() -> str:
+    """The folder of a model, for as long as the tests run."""
+    _FOLDERS.append(TemporaryDirectory())
+    return base_in(Path(_FOLDERS[-1].name))
 
 
 def averaged(optimizer: str) -> dict[str, Any]:
@@ -75,7 +85,7 @@ class Case:
     """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
     all ranks are there, so that a neighbour borrows the copies; else each is on one of its own. `objective`:
     a plug-in; None: the built-in one. `optimizer`: that of the run. `distils`: the built-in objective has a
-    teacher.
+    teacher. `adapts`: adapters are trained.
     """
 
     layout: str
@@ -86,6 +96,7 @@ class Case:
     objective: str | None = None
     optimizer: str = "adamw"
     distils: bool = False
+    adapts: bool = False
 
     def __str__(self) -> str:
         where = f" on {self.node}" if self.node else ""
@@ -99,11 +110,16 @@ class Case:
         changes: dict[str, Any] = {} if self.objective is None else {"train__objective": self.objective}
         if self.distils:
             changes = BY_TEACHER
-        if self.optimizer != "adamw":
-            changes |= averaged(self.optimizer)
+        changes = {**changes, **self.trained}
         if self.phase == "evaluation":
             changes = {**changes, "eval__every_steps": SAVED, "eval__at_end": True}
         return job_of(parallel, train__numerics=numerics, resume__every_steps=every, **changes)
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What the run trains, and with which optimizer, as far as it differs from the usual."""
+        found = averaged(self.optimizer) if self.optimizer != "adamw" else {}
+        return found | ({"adapters": base_of_adapters()} if self.adapts else {})
 
     @property
     def loses_no_step(self) -> bool:
@@ -156,6 +172,11 @@ OPTIMIZERS = [
     for case in CASES
     if case.phase in ("step", "losing") and case.who in (ONE, ALL) and case.layout != DDP
 ]
+ADAPTED = [
+    replace(case, adapts=True)
+    for case in CASES
+    if case.phase in ("step", "save", "joining", "losing") and case.who in (ONE, ALL) and case.layout != DDP
+]
 IN_EVERY_TEST = {
     Case(layout="replicate", phase="evaluation", place="evaluating", who=COORDINATOR),
     Case(layout="fsdp2", phase="evaluation", place="evaluating", who=ALL),
@@ -168,6 +189,9 @@ IN_EVERY_TEST = {
     Case(layout="replicate", phase="step", place="applied", who=ALL, optimizer="muon"),
     Case(layout="hsdp", phase="step", place="summary_received", who=ONE, optimizer="muon"),
     Case(layout="fsdp2", phase="step", place="gradient_done", who=ONE, optimizer="adafactor"),
+    Case(layout="replicate", phase="save", place="save_part_written", who=ALL, adapts=True),
+    Case(layout="fsdp2", phase="losing", place="resharding", who=ONE, adapts=True),
+    Case(layout="hsdp", phase="joining", place="state_agreed", who=ALL, adapts=True),
 }
 
 
@@ -369,7 +393,7 @@ def test_every_cell_of_the_table_has_a_case() -> None:
         for phase in PHASES:
             for who in (ONE, NEIGHBOURS, ALL, COORDINATOR):
                 assert any((c.layout, c.phase, c.who) == (layout, phase, who) for c in CASES)
-    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS, *DISTILLED, *OPTIMIZERS})
+    assert IN_EVERY_TEST.issubset({*CASES, *PLUG_INS, *DISTILLED, *OPTIMIZERS, *ADAPTED})
 
 
 @pytest.fixture(scope="module")
@@ -417,12 +441,12 @@ def test_a_kill_changes_neither_losses_nor_metrics_of_an_objective(
 
 
 @pytest.fixture(scope="module")
-def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch]:
-    """`exact` with another optimizer."""
+def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launch]:
+    """`exact` with other changes (`Case.trained`)."""
 
     @cache
-    def run(optimizer: str) -> Launch:
-        job = job_of(REPLICATE, train__numerics="invariant", **averaged(optimizer))
+    def run(**changes: Any) -> Launch:
+        job = job_of(REPLICATE, train__numerics="invariant", **changes)
         return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job)
 
     return run
@@ -432,20 +456,27 @@ def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch
     "hsdp, one rank, step: summary_received, muon",
     "fsdp2, one rank, step: gradient_done, adafactor",
     "replicate, all ranks, step: applied, muon",
+    "replicate, all ranks, save: save_part_written, adapters",
+    "fsdp2, one rank, losing: resharding, adapters",
+    "hsdp, all ranks, joining: state_agreed, adapters",
 )
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=f"{c}, {c.optimizer}", marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos)
-        for c in OPTIMIZERS
+        pytest.param(
+            c,
+            id=f"{c}, {'adapters' if c.adapts else c.optimizer}",
+            marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos,
+        )
+        for c in (*OPTIMIZERS, *ADAPTED)
     ],
 )
-def test_a_kill_changes_no_bit_of_an_optimizer_that_steps_whole_parameters(
-    tmp_path: Path, calm: Any, exact_of: Callable[[str], Launch], case: Case
+def test_a_kill_changes_no_bit_of_an_optimizer_that_steps_whole_parameters_and_none_of_adapters(
+    tmp_path: Path, calm: Any, exact_of: Callable[..., Launch], case: Case
 ) -> None:
     kill = Kill(case, tmp_path)
     launch = kill.run(tmp_path)
-    found, exact = history(launch), exact_of(case.optimizer)
+    found, exact = history(launch), exact_of(**case.trained)
     one = sorted(exact.records.values(), key=lambda record: record.step)
     assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
     digest = launch.last_point().state_digest
@@ -454,7 +485,7 @@ def test_a_kill_changes_no_bit_of_an_optimizer_that_steps_whole_parameters(
         assert digest == exact.last_point().state_digest
     else:
         layout = "hsdp" if case.layout == "hsdp" else SHARD
-        losses, expected = calm(layout, worlds_of(launch), **averaged(case.optimizer))
+        losses, expected = calm(layout, worlds_of(launch), **case.trained)
         assert [r.loss for r in found] == losses
         assert digest == expected
     assert [r.loss for r in found] == pytest.approx([r.loss for r in one], rel=1e-3)

@@ -215,6 +215,11 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
             f"{gib(held.staged)}{copies} of the machine's memory: one save at a time, so that slow storage "
             "delays the next one and takes no more"
         )
+    if model_size(job.model.config or {}).fixed:
+        found.append(
+            f"a resume point takes at least {gib(needs_of(job, num_shards).point_bytes)}: adapters and their "
+            f"optimizer; each start reads {job.model.base}"
+        )
     every = memory_every_steps(job.resume.memory_every_steps, sharded=num_shards != 1)
     step_bytes = job.train.global_batch_size * (job.sample_len + 1) * _TOKEN_BYTES
     if every is not None and every * step_bytes > job.data.replay_bytes:

@@ -157,6 +157,14 @@ def frozen_small(config: ModelConfig, shapes: Mapping[str, Any], precision: str)
     }
 
 
+def adapters_note(config: ModelConfig, size: ModelSize) -> tuple[str]:
+    """Returns what `plan` says of adapters and their base."""
+    return (
+        f"model.lora: {size.parameters - size.frozen:,} parameters are trained; {size.frozen:,} of "
+        f"{config.base} are not, and are not part of points",
+    )
+
+
 def frozen_note(name: str, model: Any) -> str:
     """Returns what `plan` says of a frozen model; None is one that cannot be built here."""
     if model is None:

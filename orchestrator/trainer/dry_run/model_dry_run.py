@@ -24,6 +24,7 @@ from orchestrator.planning.state.memory import ModelSize
 from orchestrator.trainer.callback_process import require_callback
 from orchestrator.trainer.dry_run.meta_models import (
     SMALL_BYTES,
+    adapters_note,
     frozen_note,
     frozen_on_meta,
     frozen_small,
@@ -56,7 +57,7 @@ class ModelFacts:
     `scalars`: the names of parameters without dimensions.
     `size`: None if the model was not built.
     `optimizer`: notes on which optimizer trains which parameters, and what it keeps.
-    `frozen`: notes on the frozen models.
+    `frozen`: notes on what is not trained: frozen models, and the weights beside adapters.
     `note`: a text for the user about what could not be tried, empty if there is none.
     """
 
@@ -292,7 +293,10 @@ def _build(
         scalars=scalars_of(model),
         size=size,
         optimizer=optimizer,
-        frozen=tuple(frozen_note(name, each) for name, each in frozen.items()),
+        frozen=(
+            *(adapters_note(config, size) if config.lora is not None else ()),
+            *(frozen_note(name, each) for name, each in frozen.items()),
+        ),
         note=forward.note,
     )
 
