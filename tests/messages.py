@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import orchestrator
+from orchestrator.paused_gc import paused_gc
 
 PACKAGE = Path(orchestrator.__file__).parent
 BASE, REASON = "OrchestratorError", "BadContentError"  # of the errors; of the reasons for bad documents
@@ -36,14 +37,17 @@ class Message:
     place: str
 
 
+@cache
 def sources() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    with paused_gc():  # it would look at millions of nodes again and again
+        return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
+@cache
 def of_interest(tree: ast.Module) -> list[ast.AST]:
     """Classes, imports and calls, in one pass: the pass over all nodes takes most of the time."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.ImportFrom | ast.Call)]
@@ -182,7 +186,7 @@ def notices() -> list[str]:
         if str(path.relative_to(PACKAGE)) == SENTENCES:
             texts = list(_texts_of_functions(tree))
         else:
-            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            calls = [node for node in of_interest(tree) if isinstance(node, ast.Call)]
             texts = [node.args[0] for node in calls if _name(node.func) in PRINTS and node.args]
         found |= {" ".join(_text(text).split()) for each in texts for text in _alternatives(each)}
     return sorted(text for text in found if _WORDS.search(re.sub(r"{[^}]*}", "", text)))
