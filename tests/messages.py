@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import orchestrator
-from orchestrator.paused_gc import paused_gc
+from tests.parsed import parsed
 
 PACKAGE = Path(orchestrator.__file__).parent
 BASE, REASON = "OrchestratorError", "BadContentError"  # of the errors; of the reasons for bad documents
@@ -37,10 +37,8 @@ class Message:
     place: str
 
 
-@cache
 def sources() -> dict[Path, ast.Module]:
-    with paused_gc():  # it would look at millions of nodes again and again
-        return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path: parsed(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _name(node: ast.expr) -> str:

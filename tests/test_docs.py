@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -43,6 +42,7 @@ from orchestrator.records.points import FileEntry, NodeParts, NodePlace
 from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
 from orchestrator.records.steps import StateKey, StepRecord
 from tests.elastic.builders import status
+from tests.parsed import parsed
 from tests.small_configs import JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,11 +110,6 @@ def test_the_reference_has_every_command_and_every_public_name() -> None:
 
 
 # ------------------------------------------------------------------------------------- names in docs/
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def source_of(module: str) -> Path:
     path = ROOT / Path(*module.split("."))
     return path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"

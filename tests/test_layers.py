@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from tests.parsed import parsed
 
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
@@ -92,11 +93,6 @@ def part_of(name: str) -> str:
 
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").as_posix()
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -209,7 +205,7 @@ def test_private_parts_of_ray_are_reached_from_cluster_alone() -> None:
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "cluster").glob("*.py")), ids=lambda path: path.name)
 def test_cluster_reaches_private_modules_of_ray_by_its_list_alone(path: Path) -> None:
-    found = list(filter(PRIVATE_MODULE.search, private_parts_of_ray(ast.parse(path.read_text()))))
+    found = list(filter(PRIVATE_MODULE.search, private_parts_of_ray(parsed(path))))
     assert path.name == "ray_inventory.py" or not found, f"give {found} a place in ray_inventory.py"
 
 
