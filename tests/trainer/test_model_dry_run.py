@@ -370,6 +370,15 @@ def test_a_vocabulary_larger_than_the_models_is_refused_with_both_numbers():
         require_vocabulary(ModelFacts(num_embeddings=99), asked, 100)
 
 
+def test_only_the_built_in_objective_needs_a_logit_for_each_id():
+    asked = with_model(factory="rewards:head")
+    one = ModelFacts(largest_table=100, num_logits=1)
+    with raises(ConfigError, "model.vocabulary", "gives logits of 1 ids", 100):
+        require_vocabulary(one, asked, 100)
+    plug_in = parse_config(nested({**asked.flat(), "train.objective": "rewards:loss"}))
+    require_vocabulary(one, plug_in, 100)
+
+
 def test_a_trial_says_which_optimizer_trains_which_parameters_and_what_it_keeps():
     asked = parse_config(
         nested(
