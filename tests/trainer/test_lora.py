@@ -196,10 +196,12 @@ def test_a_base_of_init_from_and_of_a_factory_are_adapted_too(tmp_path: Path) ->
     plain = build_model(ModelConfig(**made), "float32", 0, CPU, True)
     plain.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     torch.testing.assert_close(logits(plain), logits(state.model))
-    with raises(ConfigError, "weights.other_model", "missing"):
-        adapters = str(tmp_path / "adapted" / "points" / point.name)
-        other = job({"config": LLAMA, "init_from": adapters, "lora": LORA})
-        TrainState(other.model, other.train, CPU, invariant=True)
+    export_point(own, point.name, tmp_path / "adapters")
+    for alone_there in (tmp_path / "adapted" / "points" / point.name, tmp_path / "adapters"):
+        other = job({"config": LLAMA, "init_from": str(alone_there), "lora": LORA})
+        for refuse in (try_model, lambda each: TrainState(each.model, each.train, CPU, invariant=True)):
+            with raises(ConfigError, "weights.adapters_alone", alone_there, "--merged"):
+                refuse(other)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import SkipDecision
 from orchestrator.records.points import Damage, damaged_point
 from orchestrator.records.run_status import RunStatus
+from orchestrator.trainer.weights.weight_files import require_reachable
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -191,6 +192,10 @@ def _notes(
         from orchestrator.checkpoint.export.export_files import weights_sentence
 
         notes.append(weights_sentence(job.model.init_from))
+    try:
+        require_reachable(job.model)
+    except StorageError as error:  # the workers may see what this machine does not
+        notes.append(f"warning: from here {error}")
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append(said_of_files(store, point))

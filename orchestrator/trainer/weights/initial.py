@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.checkpoint.files.reading import PointReader
-from orchestrator.errors import ConfigError, ResumePointError, StorageError
+from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
@@ -47,25 +47,6 @@ State = Mapping[str, Tensor]  # all names of a model's state; tied tensors are t
 def named_state(model: nn.Module) -> State:
     """Returns the model's state, with its parameters and buffers themselves."""
     return dict(model.state_dict(keep_vars=True))
-
-
-def require_reachable(config: ModelConfig) -> None:
-    """Raises `StorageError` if the weights that adapters are trained beside (`model.lora`) cannot be reached.
-
-    The points of a run do not hold them. So this is no damage of a point.
-    """
-    if config.lora is None or config.base is None:
-        return
-    storage = open_storage(config.base)
-    there = storage.folder.is_dir() if storage.folder is not None else bool(storage.list(""))
-    if not there:
-        field = "pretrained" if config.init_from is None else "init_from"
-        raise StorageError(
-            f"model.{field}={config.base} cannot be reached: no files are there. Every start with model.lora "
-            "reads its weights, which the run's points do not hold; mount or restore it. The points are not "
-            "damaged",
-            code="weights.unreachable",
-        )
 
 
 # ---- names and shapes

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.files.manifest import MODEL, PartDamage, PartManifest, damaged, read_manifest
 from orchestrator.checkpoint.files.part_file import LENGTH_BYTES, SAFETENSORS, read_header
 from orchestrator.checkpoint.node_local.node_storage import run_storage
-from orchestrator.errors import ConfigError, ResumePointError
+from orchestrator.errors import ConfigError, ResumePointError, StorageError
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute, open_storage, split
+
+if TYPE_CHECKING:
+    from orchestrator.config.sections import ModelConfig
 
 SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
 FILE_SIZE = "weights.file_size"  # the code of an error: a file is shorter or longer than its header says
@@ -44,6 +47,25 @@ class StoredTensor:
     made_for: str
 
 
+def require_reachable(config: ModelConfig) -> None:
+    """Raises `StorageError` if the weights that adapters are trained beside (`model.lora`) cannot be reached.
+
+    The points of a run do not hold them. So this is no damage of a point.
+    """
+    if config.lora is None or config.base is None:
+        return
+    storage = open_storage(config.base)
+    there = storage.folder.is_dir() if storage.folder is not None else bool(storage.list(""))
+    if not there:
+        field = "pretrained" if config.init_from is None else "init_from"
+        raise StorageError(
+            f"model.{field}={config.base} cannot be reached: no files are there. Every start with model.lora "
+            "reads its weights, which the run's points do not hold; mount or restore it. The points are not "
+            "damaged",
+            code="weights.unreachable",
+        )
+
+
 def is_point(where: str) -> bool:
     """Whether a resume point is at this folder or URI (else exported weights).
 
@@ -68,6 +90,8 @@ def weight_files(where: str) -> list[str]:
             f"{storage.root}/{INDEX} cannot be read: {error!r}; restore the file", code="weights.invalid_file"
         ) from error
     if not storage.exists(SINGLE):
+        if storage.exists("adapter_model.safetensors"):
+            raise _adapters_alone(storage.root)
         raise ConfigError(
             f"{storage.root} holds no weights: there is no {SINGLE}, no {INDEX} and no {PARTS} in it; give a "
             "folder that `orchestrator export` or transformers has made, or a resume point's, "
@@ -90,11 +114,22 @@ def held_in(where: str) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of the weights there. Raises `ConfigError` if there are none to read."""
     if is_point(where):
         _, manifest = open_point(where)
-        return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
+        found = {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
+        if all(".lora_" in name or ".modules_to_save." in name for name in found):
+            raise _adapters_alone(where)
+        return found
     try:
         return {name: each.shape for name, each in stored_tensors(where).items()}
     except ConfigError as error:
         raise ConfigError(f"model.init_from: {error}", code=error.code) from error
+
+
+def _adapters_alone(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where} holds adapters (model.lora) without the weights that they belong to; make whole weights "
+        "with `orchestrator export RUN OUT --merged`, and give these",
+        code="weights.adapters_alone",
+    )
 
 
 def open_point(where: str) -> tuple[Storage, PartManifest]:
