@@ -179,7 +179,7 @@ def test_a_process_without_torch_stays_without_it(warm):
             "model.not_built",
             "scaled_dot_product_attention",
         ),
-        ({"pretrained": "/nowhere"}, "model.not_built", "model.pretrained=/nowhere"),
+        ({"pretrained": "/nowhere"}, "weights.no_folder", "model.pretrained=/nowhere"),
         ({"factory": "torch.nn:absent"}, "model.factory_not_callable", "torch.nn:absent"),
         (
             {"factory": "torch.nn:Linear", "factory_args": {"x": 1}},
