@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[OrchestratorError], str, tuple[str
     "a folder without a model": (
         {"model.config": None, "model.pretrained": "/nowhere"},
         ConfigError,
-        "model.not_built",
+        "weights.no_folder",
         ("model.pretrained=/nowhere",),
     ),
     "a vocabulary that is too small by default": (

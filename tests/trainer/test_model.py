@@ -186,7 +186,7 @@ def test_attention_is_what_is_asked_for_or_what_the_architecture_and_the_numeric
         ),
         ({"factory": POISON_MODEL, "factory_args": {"x": 1}}, "model.factory_not_callable", ["factory_args"]),
         ({"factory": "tests.trainer.test_model:no_module"}, "model.factory_output", ["no_module", "int;"]),
-        ({"pretrained": "/nowhere"}, "model.not_built", ["model.pretrained=/nowhere"]),
+        ({"pretrained": "/nowhere"}, "weights.no_folder", ["model.pretrained=/nowhere"]),
         (
             {"config": {"model_type": "no-such-model"}},
             "model.unknown_type",

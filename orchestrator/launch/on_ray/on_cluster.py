@@ -10,15 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.job_server import job_stop_s
+from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
+from orchestrator.config.sections import FrozenModelConfig, ModelConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorActor
@@ -47,8 +50,10 @@ from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.launch.start.rewind_and_skip import is_rewind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
+from orchestrator.storage.open import absolute
 
 SETTLE_ANSWER_S = 30.0  # a live coordinator answers sooner
+_Weights = TypeVar("_Weights", ModelConfig, FrozenModelConfig)
 GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
 
 
@@ -139,7 +144,7 @@ def _task(
         launch=attempt.launch,
         coordinator=coordinator,
         feeder=feeder,
-        config=context.job,
+        config=_with_absolute_weights(context.job),
         budgets=attempt.budgets,
         config_digest=starting.config_digest(context.job),
         storage=context.storage.root,
@@ -150,6 +155,24 @@ def _task(
         run_id=attempt.run_id,
         packages=packages_here(adapters=context.job.model.lora is not None),
     )
+
+
+def _with_absolute_weights(job: JobConfig) -> JobConfig:
+    """The job for workers, whose current folder is another one than this process's.
+
+    A path in a Ray job's copy of its working directory stays as it is: each node has its own copy, which is
+    the workers' current folder.
+    """
+
+    def placed(model: _Weights) -> _Weights:
+        named = {"pretrained": model.pretrained, "init_from": model.init_from}
+        places = {name: absolute(where) for name, where in named.items() if where is not None}
+        update = {name: where for name, where in places.items() if JOB_COPIES not in PurePath(where).parts}
+        return model.model_copy(update=update)
+
+    model = placed(job.model)
+    frozen = {name: placed(each) for name, each in model.frozen.items()}
+    return job.model_copy(update={"model": model.model_copy(update={"frozen": frozen})})
 
 
 def _launch(
