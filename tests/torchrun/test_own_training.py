@@ -78,7 +78,13 @@ def facts(run: orchestrator.Run) -> list[tuple[Any, ...]]:
     return [(r.step, r.digest, r.loss, r.grad_norm, json.dumps(r.metrics)) for r in run.records()]
 
 
-@pytest.mark.parametrize("words", OWN.values(), ids=list(OWN))
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=pytest.mark.chaos if name.startswith("distillation") else ())
+        for name, words in OWN.items()
+    ],
+)
 def test_bits_do_not_depend_on_ranks_and_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

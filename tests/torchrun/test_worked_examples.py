@@ -216,6 +216,7 @@ class Ahead(nn.Module):
         return [self.base.lm_head(state) for state in states]
 
 
+@pytest.mark.chaos
 def test_multi_token_prediction_is_that_of_a_plain_loop(folder: Path) -> None:
     seq_len = 16
     losses, weights, run = trained(folder, "multi_token", seq_len)
