@@ -30,14 +30,20 @@ def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseMo
     Its text has the value, what is expected, and perhaps "did you mean".
     """
     findings: dict[Path, tuple[list[str], FieldInfo | None]] = {}
+    unknown: dict[Path, Path] = {}  # by field: the newest unknown key inside its value
     for finding in error.errors(include_url=False, include_input=False, include_context=False):
         path, info = _field_of(finding["loc"], root)
         findings.setdefault(path, ([], info))[0].append(finding["type"])
+        if finding["type"] == "extra_forbidden" and finding["loc"] != path:
+            unknown[path] = finding["loc"]
     for path, (kinds, info) in findings.items():
         if any(len(other) > len(path) and other[: len(path)] == path for other in findings):
             continue  # a list with invalid entries is also called too short: only the entries are reported
         found = value_at(value, path)
-        if kinds[0] == "extra_forbidden":
+        inside = _unknown_inside(path, unknown[path], info) if path in unknown else None
+        if inside is not None:
+            yield Problem(path=path, code="config.unknown_key", text=inside)
+        elif kinds[0] == "extra_forbidden" and path not in unknown:
             yield Problem(path=path, code="config.unknown_key", text=_unknown(path, root))
         elif kinds[0] == "missing" and not written(value, path):
             yield Problem(path=path, code=MISSING, text=_missing(info))
@@ -207,6 +213,22 @@ def near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
     if 0 < len(by_word) <= _FEW:
         return [name] if name in by_word else by_word
     return difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+
+
+def _unknown_inside(path: Path, at: Path, info: FieldInfo | None) -> str | None:
+    """Returns the text for an unknown key at `at`, inside the value of the field at `path`.
+
+    None if the value may have several forms.
+    """
+    members = _members(info.annotation) if info else []
+    members += [part for member in members[1:] for part in typing.get_args(member)]
+    sections = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+    if len(sections) != 1:
+        return None
+    names = [field.alias or name for name, field in sections[0].model_fields.items()]
+    close = near(str(at[-1]), names)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(names)}"
+    return f"has the key {'.'.join(map(str, at[len(path) :]))}, which is not known; {hint}"
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> list[str]:

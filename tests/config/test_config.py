@@ -236,6 +236,17 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("model.dtype=float32", UNKNOWN, ["train.precision=bf16", "train.precision=pure_bf16"]),
         ("model.torch_dtype=bf16", UNKNOWN, ["train.precision?"]),
         ("train.precision=bfloat16", VALUE, ["float32, bf16 or pure_bf16", "float32?"]),
+        (
+            "model.lora={rnk: 4, alpha: 8}",
+            UNKNOWN,
+            ["model.lora has the key rnk, which is not known; did you mean rank?"],
+        ),
+        (
+            "model.frozen={t: {pretraned: x}}",
+            UNKNOWN,
+            ["model.frozen has the key t.pretraned, which is not known; did you mean pretrained?"],
+        ),
+        ("eval.parts={a: {holdot: true}}", UNKNOWN, ["has the key a.holdot", "did you mean holdout?"]),
         ("model.config=null", MISSING, ["model.config, model.pretrained, model.factory"]),
         ("model.config.model_type=null", MISSING, ["model.config", "model_type=null", "llama"]),
         ("model.factory_args={a: 1}", CONFLICT, ['{"a": 1}', "model.factory"]),
