@@ -233,6 +233,25 @@ def test_replicas_that_read_other_files_do_not_train(tmp_path: Path, teacher: st
         assert all("model.frozen.teacher" in text for text in group.launch.errors.values())
 
 
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+def test_damage_of_a_teacher_that_is_a_point_is_not_that_of_the_run(tmp_path: Path, parallel: str) -> None:
+    other = run_to_end(tmp_path / "other", 1, job=tiny_job(train__max_steps=2))
+    point = f"points/{other.last_point().key.point_name}"
+    (part,) = Path(other.storage.root, point, "state").iterdir()
+    data = bytearray(part.read_bytes())
+    for at in range(len(data) // 4, len(data), 64):  # behind the header, in every tensor of some size
+        data[at] ^= 1
+    part.write_bytes(data)
+    teacher = {"config": tiny_job().model.config, "init_from": f"{other.storage.root}/{point}"}
+    job = tiny_job(
+        model__frozen={"teacher": teacher}, train__objective_args=DISTILLED, train__parallel=parallel
+    )
+    with members(tmp_path / "run", ["a"], job=job) as group:
+        group.join_all()
+        said = group.launch.errors.get("a") or group.launch.outcomes
+        assert str(said).startswith("ResumePointError: model.frozen.teacher: model.init_from="), said
+
+
 # ------------------------------------------------------------------------------------------------- plug-ins
 def with_reference(teacher: str, name: str, **changes: Any) -> TrainJob:
     return tiny_job(

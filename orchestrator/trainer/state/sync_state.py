@@ -20,7 +20,7 @@ from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Resharding, tensor_as_bytes
-from orchestrator.trainer.loading.shared_loading import Loading, load_together, raise_together
+from orchestrator.trainer.loading.shared_loading import TOGETHER, Loading, load_together, raise_together
 from orchestrator.trainer.loading.state_tensors import Continues, StateFiles, digest_of, share_sum
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -147,10 +147,11 @@ def _fixed_digests(group: Group, state: TrainState) -> Mapping[str, str]:
     """
     if not state.has_fixed:
         return {}
-    sums, problem = dict[str, int](), None
+    sums = dict[str, int]()
+    problem: OrchestratorError | None = None
     try:
         sums = dict(state.fixed_sums())
-    except OrchestratorError as error:
+    except TOGETHER as error:
         problem = error
     raise_together(group, problem)
     limbs = [total >> at & 0xFFFFFFFF for total in sums.values() for at in _LIMBS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +111,8 @@ def fill(
     """
     require_fit(config, named_state(model))
     if is_point(str(config.init_from)):
-        try:
+        with _of_another_run(str(config.init_from)):
             _fill_whole_from_point(model, str(config.init_from))
-        except DamagedPointError as error:  # not a point of this run: there is no older one to fall back to
-            raise ResumePointError(f"model.init_from={config.init_from}: {error}", code=error.code) from error
     elif config.factory is not None:
         _fill_from_files(model, str(config.init_from))
     else:
@@ -128,6 +127,15 @@ def fill(
             )
         return made
     return model
+
+
+@contextmanager
+def _of_another_run(where: str) -> Iterator[None]:
+    """Within the block, damage is not that of a point of this run, which an older one could replace."""
+    try:
+        yield
+    except DamagedPointError as error:
+        raise ResumePointError(f"model.init_from={where}: {error}", code=error.code) from error
 
 
 def _fill_whole_from_point(model: nn.Module, where: str) -> None:
@@ -226,7 +234,8 @@ def fill_rows(config: ModelConfig, state: State, items: Sequence[Item]) -> bool:
     if config.init_from is not None:
         require_fit(config, state)
         if is_point(config.init_from):
-            _fill_rows_from_point(config.init_from, items)
+            with _of_another_run(config.init_from):
+                _fill_rows_from_point(config.init_from, items)
             return True
     found = _stored_tensors(config, state)
     if found is None:
