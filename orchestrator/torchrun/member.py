@@ -70,6 +70,7 @@ class GroupStart:
     encoders: tuple[EncoderSpan, ...]
     reading: SourceReading
     num_shards: int | None
+    weights_by_name: bool
 
 
 class Member:
@@ -207,6 +208,7 @@ class Member:
             device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
             digest_every_steps=job.monitor.digest_every_steps,
             num_shards=self._start.num_shards,
+            weights_by_name=self._start.weights_by_name,
             run_uri=run_uri,
             sources=sources,
             document_losses=job.monitor.document_losses or 0,

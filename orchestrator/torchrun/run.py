@@ -222,6 +222,7 @@ def _attempt(rendezvous: StoreRendezvous, context: LaunchContext, watched: int) 
                 encoders=attempt.encoders,
                 reading=starting.reading_of(attempt),
                 num_shards=starting.num_shards(attempt),
+                weights_by_name=attempt.weights_by_name,
             )
             member = ends.enter_context(Member.connected(rendezvous, job, group, context.fault_plan))
             rendezvous.publish("decision", encode(group))

@@ -305,6 +305,7 @@ class _Trainer:
                 control = self._step(group, batch)
             except StepRefused as refused:
                 if refused.code in REWIND_CODES.values():  # to an older point, not to a new one
+                    self._settle_save(group)
                     raise TrainingError(str(refused), code=refused.code) from None
                 raise self._end_of(group, str(refused), refused.code) from None
             self._has_stepped = self._all_warm = True
@@ -586,6 +587,10 @@ class _Trainer:
             return TrainingError(text, code=code)
         text = f"{problem}. The state before it is saved as resume point {key.point_name}"
         return TrainingError(text, code=code)
+
+    def _settle_save(self, group: Group) -> None:
+        """Waits until the current save is a point or given up."""
+        await_saves(group, self._membership, self._saver, self._state, lambda: self._saver.is_free)
 
     def _save_last(self, group: Group) -> StateKey:
         """Saves the last state and returns its key once it is committed.

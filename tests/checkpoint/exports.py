@@ -17,6 +17,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.saved_states import commit_state
+from tests.trainer.states import begun_state
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -49,7 +50,7 @@ def job(model: Mapping[str, Any], **train: Any) -> JobConfig:
 
 def state_of(config: JobConfig, steps: int = 1) -> TrainState:
     """A state that has trained: its weights are no longer the first."""
-    state = TrainState(config.model, config.train, CPU, invariant=True)
+    state = begun_state(config.model, config.train, CPU, invariant=True)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in state.model.parameters():

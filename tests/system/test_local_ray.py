@@ -128,6 +128,7 @@ print(json.dumps([heard, alive, exit_code, [[p.pid, p.start] for p in started]])
 """
 
 
+@pytest.mark.chaos
 def test_signals_to_every_process_of_a_launch_reach_its_driver_alone_and_nothing_is_left_of_its_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

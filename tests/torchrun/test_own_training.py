@@ -81,7 +81,7 @@ def facts(run: orchestrator.Run) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(words, id=name, marks=pytest.mark.chaos if name.startswith("distillation") else ())
+        pytest.param(words, id=name, marks=() if name == "adapters" else pytest.mark.chaos)
         for name, words in OWN.items()
     ],
 )

@@ -54,6 +54,7 @@ def runs(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Jo
     return broken, alone
 
 
+@pytest.mark.chaos
 def test_each_pair_is_trained_once_and_the_bits_are_those_of_one_rank(runs: tuple[Job, Job]) -> None:
     broken, alone = runs
     for job in runs:
@@ -67,6 +68,7 @@ def test_each_pair_is_trained_once_and_the_bits_are_those_of_one_rank(runs: tupl
     assert broken.final_digest() == alone.final_digest()
 
 
+@pytest.mark.chaos
 def test_steps_are_replayed_and_the_last_state_is_evaluated_again(runs: tuple[Job, Job]) -> None:
     broken, _ = runs
     found = broken.run.replay(4)
@@ -79,6 +81,7 @@ def test_steps_are_replayed_and_the_last_state_is_evaluated_again(runs: tuple[Jo
     assert 0 < now.samples < 60
 
 
+@pytest.mark.chaos
 def test_samples_show_both_answers_with_their_prompt(runs: tuple[Job, Job]) -> None:
     broken, _ = runs
     found = broken.run.list_samples(2, text=True)

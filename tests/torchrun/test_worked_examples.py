@@ -174,6 +174,7 @@ class Rewards(nn.Module):
         return self.score(hidden[0, -1])[0]
 
 
+@pytest.mark.chaos
 def test_the_reward_model_is_that_of_a_plain_loop(folder: Path) -> None:
     losses, weights, run = trained(folder, "reward_model", 48)
     torch.manual_seed(0)

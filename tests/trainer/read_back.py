@@ -10,7 +10,7 @@ from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.state.state_layout import SUM_MODULUS, held_rows
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import MODEL, Item, digest_of, load, sum_of
-from orchestrator.trainer.state.train_state import TrainState
+from tests.trainer.states import begun_state
 
 
 def read_back(storage: Storage, model: ModelConfig, train: TrainConfig) -> int:
@@ -19,7 +19,7 @@ def read_back(storage: Storage, model: ModelConfig, train: TrainConfig) -> int:
     names = store.point_names()
     for name in names:
         assert store.verify_point(name) == []
-        whole = TrainState(model, train, torch.device("cpu"), invariant=False)
+        whole = begun_state(model, train, torch.device("cpu"), invariant=False)
         items = whole.items()
         _spoil(items)
         load(items, name, files)

@@ -20,6 +20,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import Item, rows_of, saved_tensors
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.member import tiny_job
+from tests.trainer.states import begun_state
 
 
 def write_share(
@@ -108,7 +109,7 @@ CPU = torch.device("cpu")
 
 def new_state(steps: int = 0) -> TrainState:
     job = tiny_job()
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in state.model.parameters():

@@ -35,6 +35,7 @@ from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.feed import VOCABULARY, FormulaFeed
 from tests.trainer.launch import WAIT_S
+from tests.trainer.states import begun_state
 
 CPU = torch.device("cpu")
 SEQ_LEN = 8
@@ -142,7 +143,7 @@ def objective(job: TrainJob) -> Objective:
 
 def alone(job: TrainJob, steps: int) -> Trained:
     """One process without a group; a weight that nobody uses has a gradient of zero."""
-    state = TrainState(job.model, job.train, CPU, invariant=False)
+    state = begun_state(job.model, job.train, CPU, invariant=False)
     gradient = InvariantGradient(state.model, objective(job))
     losses, norms = train_steps(job, state, gradient, 0, 1, steps)
     whole = {(item.group, item.name): item.tensor.clone() for item in state.items()}
@@ -182,7 +183,7 @@ def trained_in_group(
     if isinstance(state, ShardedState):
         gradient: Gradient = ShardedGradient(state, objective(job))
     else:
-        state = TrainState(job.model, job.train, CPU, invariant=False)
+        state = begun_state(job.model, job.train, CPU, invariant=False)
         gradient = FastGradient(state.model, objective(job))
     if form:
         state.form(group)
@@ -284,7 +285,7 @@ def refused_step(rank: int, store: TCPStore, job: TrainJob) -> TrainingError | N
 
 def first_weights(rank: int, store: TCPStore, job: TrainJob) -> dict[str, torch.Tensor]:
     """The tensors of a new sharded state of one member."""
-    state = ShardedState(job.model, job.train, CPU, None)
+    state = ShardedState(job.model, job.train, CPU, None, job.weights_by_name)
     with formed(store, view_of(rank, 1)) as group, state.within():
         state.form(group)
         state.initialise()

@@ -49,9 +49,9 @@ def examine(kind: str, folder: Path, precision: str) -> None:
     assert facts.num_logits is not None, facts.note
     assert facts.num_logits >= VOCABULARY
     sharded = ShardedState(asked.model, asked.train, CPU, None)
-    values, whole = sharded._first_values(), build_model(asked.model, precision, 0, CPU, True)
+    values, whole = sharded._first.values(sharded.base), build_model(asked.model, precision, 0, CPU, True)
     assert list(own(sharded.model)) == list(own(whole))
-    assert all(torch.equal(values(name), tensor) for name, tensor in own(whole).items())
+    assert all(torch.equal(values(name, None), tensor) for name, tensor in own(whole).items())
     # ---- the export, and what begins with it
     state, store = state_of(asked), store_at(folder / "run")
     export_point(store, commit(store, asked, state).name, folder / "out")

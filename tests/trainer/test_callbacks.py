@@ -121,6 +121,7 @@ def test_an_error_saves_and_stops_the_run_if_that_is_chosen(tmp_path: Path) -> N
     assert group.launch.last_point().key.step >= 1
 
 
+@pytest.mark.chaos
 def test_a_process_that_ends_is_reported_and_training_continues(tmp_path: Path) -> None:
     launch = run_to_end(tmp_path, 1, job=job_of(tmp_path, "Exits"))
     assert launch.last_point().key.step == 8
@@ -155,6 +156,7 @@ def test_an_evaluation_reaches_on_eval(tmp_path: Path) -> None:
     assert failed == []
 
 
+@pytest.mark.chaos
 def test_a_callback_that_takes_longer_than_training_is_ended_with_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def chunked(folder: Path, world_size: int, **changes: Any) -> Launch:
     return run_to_end(folder, world_size, plans=plans, job=tiny_job(**changes))
 
 
+@pytest.mark.chaos
 def test_bits_are_the_same_on_any_number_of_members(tmp_path: Path) -> None:
     alone, group = (chunked(tmp_path / str(size), size) for size in (1, 3))
     whole = run_to_end(tmp_path / "whole", 1)
@@ -209,6 +210,7 @@ def test_bits_are_the_same_on_any_number_of_members(tmp_path: Path) -> None:
     [(2, "replicate"), (2, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
+@pytest.mark.quick("ddp", "hsdp")
 def test_ddp_fsdp2_and_hsdp_train_it_as_one_process_trains_whole_logits(
     tmp_path: Path, size: int, parallel: object
 ) -> None:

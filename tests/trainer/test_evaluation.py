@@ -19,9 +19,9 @@ from orchestrator.records.steps import StepRange
 from orchestrator.trainer.evaluation import is_due
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import load
-from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, eval_parts, members, run_to_end, tiny_job
+from tests.trainer.states import begun_state
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def job_of(**changes: Any) -> TrainJob:
 
 def by_hand(launch: Launch, job: TrainJob, name: str) -> tuple[float, int]:
     """The mean cross-entropy of a part in the last state, by plain torch, and the number of its targets."""
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     load(state.items(), launch.last_point().key.point_name, CommittedFiles(launch.storage))
     part = next(each for each in eval_parts(job) if each.name == name)
     step = StepRange(first_sample=0, num_samples=23, num_tokens=23 * 8, seq_len=8)
@@ -98,6 +98,7 @@ def test_evaluations_have_the_same_bits_on_any_number_of_members(
     [(2, "replicate"), (2, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
+@pytest.mark.quick("ddp", "hsdp")
 def test_ddp_fsdp2_and_hsdp_evaluate_as_one_process_does(
     tmp_path: Path, evaluated: Launch, size: int, parallel: object
 ) -> None:

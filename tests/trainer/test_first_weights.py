@@ -21,6 +21,7 @@ from orchestrator.trainer.state.train_state import TrainState
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises
+from tests.trainer.states import begun_state
 
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -37,9 +38,7 @@ def quiet() -> None:
 
 def started(config: JobConfig) -> TrainState:
     """A state as a member has it that begins a run."""
-    state = TrainState(config.model, config.train, CPU, invariant=True)
-    state.initialise()
-    return state
+    return begun_state(config.model, config.train, CPU, invariant=True)
 
 
 def weights(state: TrainState) -> dict[str, torch.Tensor]:

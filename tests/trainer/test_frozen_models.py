@@ -146,6 +146,7 @@ def test_bits_are_the_same_on_any_number_of_members_and_a_point_has_only_the_mod
     [(2, "replicate"), (3, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
+@pytest.mark.quick("3-ddp", "3-hsdp", "None-fsdp2")
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_ddp_fsdp2_and_hsdp_distil_as_one_process_does(
     tmp_path: Path, teacher: str, size: int, parallel: object, chunk: int | None

@@ -25,9 +25,9 @@ from orchestrator.trainer.gradient.invariant import (
 from orchestrator.trainer.gradient.parallel import FastGradient
 from orchestrator.trainer.objective.causal_lm import CausalLM
 from orchestrator.trainer.objective.micro_batches import StepPlace, cut
-from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.member import tiny_job
+from tests.trainer.states import begun_state
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 9)
@@ -138,7 +138,7 @@ def test_a_clipped_gradient_keeps_its_direction_and_has_the_lower_of_its_norm_an
     numerics, share, left
 ):
     job = tiny_job()
-    state = TrainState(job.model, job.train, torch.device("cpu"), invariant=True)
+    state = begun_state(job.model, job.train, torch.device("cpu"), invariant=True)
     state.model.eval()  # no dropout: the same gradient again
     step = StepRange(first_sample=0, num_samples=4, num_tokens=4 * 8, seq_len=8)
     micros = cut(FormulaFeed().get(step, 0, 1, 2, Cursor()), 2, 0, 1, torch.device("cpu"))

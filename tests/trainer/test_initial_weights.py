@@ -20,8 +20,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import MODEL
-from orchestrator.trainer.model.build_model import bare_model
-from orchestrator.trainer.state.fsdp_model import skeleton_of
+from orchestrator.trainer.model.build_model import bare_model, emptied
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows, named_state
@@ -123,7 +122,7 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     where = saved(tmp_path, LLAMA)
     path = tmp_path / "model.safetensors"
     config = ModelConfig(pretrained=where)
-    skeleton = skeleton_of(bare_model(config, "float32", 0, CPU))
+    skeleton = emptied(bare_model(config, "float32", 0, CPU), torch.device("meta"))
     data = path.read_bytes()
     path.write_bytes(data[:-8])
     with raises(ConfigError, "weights.file_size", path, "28000 bytes", "28008"):

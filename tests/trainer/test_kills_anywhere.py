@@ -186,11 +186,8 @@ IN_EVERY_TEST = {
     Case(layout="replicate", phase="step", place="gradient_done", who=ALL, objective=WITH_METRICS),
     Case(layout="fsdp2", phase="step", place="applied", who=ONE, objective=WITH_METRICS),
     Case(layout="fsdp2", phase="joining", place="resharding", who=ONE, distils=True),
-    Case(layout="replicate", phase="step", place="applied", who=ALL, optimizer="muon"),
     Case(layout="hsdp", phase="step", place="summary_received", who=ONE, optimizer="muon"),
-    Case(layout="fsdp2", phase="step", place="gradient_done", who=ONE, optimizer="adafactor"),
     Case(layout="replicate", phase="save", place="save_part_written", who=ALL, adapts=True),
-    Case(layout="fsdp2", phase="losing", place="resharding", who=ONE, adapts=True),
     Case(layout="hsdp", phase="joining", place="state_agreed", who=ALL, adapts=True),
 }
 
@@ -454,10 +451,7 @@ def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launch]:
 
 @pytest.mark.quick(
     "hsdp, one rank, step: summary_received, muon",
-    "fsdp2, one rank, step: gradient_done, adafactor",
-    "replicate, all ranks, step: applied, muon",
     "replicate, all ranks, save: save_part_written, adapters",
-    "fsdp2, one rank, losing: resharding, adapters",
     "hsdp, all ranks, joining: state_agreed, adapters",
 )
 @pytest.mark.parametrize(

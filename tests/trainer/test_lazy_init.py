@@ -1,5 +1,5 @@
 """Weights that are made later, in any order, have the bits of a model that is built at once, and leave the
-generator where that leaves it.
+generator where that leaves it. With a seed they depend on their names alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.trainer.state.lazy_init import defer
+from orchestrator.trainer.state import lazy_init
+from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 
 SMALL = {
     "vocab_size": 97,
@@ -170,3 +171,125 @@ def several_at_once() -> nn.Module:
 def test_what_cannot_be_noted_is_refused(build):
     with pytest.raises(NotImplementedError, match=r"whose values are not made yet|on a tensor whose values"):
         defer(build)
+
+
+# ---------------------------------------------------------------------------------------- weights by name
+def of_architecture(kind: str, **changes: int) -> Callable[[], nn.Module]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **changes})
+    return lambda: AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+
+
+def values_of(later: DeferredModel) -> dict[str, torch.Tensor]:
+    return {name: later.make(parameter) for name, parameter in later.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_weights_by_name_depend_on_seed_and_name_alone_and_are_spread_as_the_models_own(kind):
+    before = torch.get_rng_state()
+    found = values_of(defer(of_architecture(kind), seed=3))
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from torch's generator"
+    torch.manual_seed(8)
+    again = values_of(defer(of_architecture(kind), seed=3))
+    other = values_of(defer(of_architecture(kind), seed=4))
+    expected = dict(of_architecture(kind)().named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        wanted = expected[name].detach()
+        assert torch.equal(value, again[name])
+        if wanted.std() == 0:  # of a norm or a bias
+            assert torch.equal(value, wanted)
+            continue
+        assert not torch.equal(value, other[name])
+        enough = wanted.numel() > 500
+        assert not enough or value.std() == pytest.approx(float(wanted.std()), rel=0.2), name
+        assert not enough or value.mean() == pytest.approx(0, abs=0.2 * float(wanted.std())), name
+    deeper = values_of(defer(of_architecture(kind, **_one_layer_more(kind)), seed=3))
+    assert len(deeper) > len(found)
+    scaled = "c_proj" if kind == "gpt2" else "nothing"  # by the number of its layers
+    assert all(torch.equal(deeper[name], value) for name, value in found.items() if scaled not in name)
+
+
+def _one_layer_more(kind: str) -> dict[str, int]:
+    return {"n_layer" if kind == "gpt2" else "num_hidden_layers": 3}
+
+
+def test_any_part_of_a_weight_by_name_can_be_drawn_alone(monkeypatch):
+    def scaled() -> nn.Module:
+        module = nn.Linear(30, 41, bias=False)
+        with torch.no_grad():
+            module.weight.uniform_(-0.9, 0.9).erfinv_().mul_(0.5).clamp_(-0.4, 0.4)
+        return module
+
+    whole = defer(scaled, seed=1)
+    for piece in (1 << 20, 100, 7):
+        monkeypatch.setattr(lazy_init, "_PIECE", piece)
+        weight = whole.model.weight
+        value = whole.make(weight).view(-1)
+        for rows in (range(0), range(1), range(5, 17), range(40, 41), range(41)):
+            elements = range(rows.start * 30, rows.stop * 30)
+            part = whole.make(weight, elements).view(-1)[elements.start : elements.stop]
+            assert torch.equal(part, value[elements.start : elements.stop])
+        assert 0.3 < value.abs().max() <= 0.4
+
+
+def test_a_part_of_what_is_made_of_the_whole_is_right_too():
+    def normed() -> nn.Module:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(6, 4))
+        with torch.no_grad():
+            module.weight.normal_()
+            module.weight.copy_(module.weight.cumsum(0))
+        return module
+
+    with pytest.raises(NotImplementedError, match="before their tensor has a name"):
+        defer(normed, seed=1)
+
+    def turned() -> nn.Module:
+        module = nn.Module()
+        module.first = nn.Parameter(torch.empty(6, 4).normal_())
+        module.second = nn.Parameter(torch.empty(6, 4))
+        with torch.no_grad():
+            module.second.copy_(module.first.view(4, 6).t())
+        return module
+
+    later = defer(turned, seed=1)
+    first, second = later.make(later.model.first), later.make(later.model.second)
+    assert torch.equal(second, first.view(4, 6).t())
+    assert torch.equal(later.make(later.model.second, range(4))[:1], second[:1])
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3).normal_(generator=torch.Generator().manual_seed(1)))
+
+
+class Rare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3).exponential_())
+
+
+@pytest.mark.parametrize("build", [OwnGenerator, Rare, Expressions])
+def test_other_draws_are_not_made_by_name(build):
+    with pytest.raises(NotImplementedError):
+        defer(build, seed=1)
+
+
+def test_values_that_exist_and_are_random_are_known():
+    class Buffered(nn.Module):
+        def __init__(self, drawn: bool) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3).normal_())
+            self.register_buffer("table", torch.empty(4).uniform_() if drawn else torch.empty(4).fill_(2))
+
+    class Expressed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+    assert defer(lambda: Buffered(True), seed=1).holds_random_values
+    assert not defer(lambda: Buffered(False), seed=1).holds_random_values
+    assert defer(Expressed, seed=1).holds_random_values

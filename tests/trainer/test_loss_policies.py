@@ -116,6 +116,7 @@ def test_shards_skip_the_same_step(tmp_path: Path, alone: tuple[str, Launch]) ->
     assert skipped == [record.skipped for record in expected.journal().records]
 
 
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("optimizer", ["muon", "tests.trainer.optimizers:Normed"])
 def test_shards_that_step_whole_parameters_skip_the_same_step(tmp_path: Path, optimizer: str) -> None:
     """Normed fails on a gradient that is not finite."""

@@ -17,6 +17,7 @@ from tests.trainer.architectures import GEMMA2
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.losses import loss_sum
 from tests.trainer.member import PoisonModel, tiny_job
+from tests.trainer.states import begun_state
 
 CPU = torch.device("cpu")
 POISON_MODEL = "tests.trainer.member:PoisonModel"
@@ -24,7 +25,7 @@ POISON_MODEL = "tests.trainer.member:PoisonModel"
 
 def state_of(**changes) -> TrainState:
     job = tiny_job(**changes)
-    return TrainState(job.model, job.train, CPU, invariant=True)
+    return begun_state(job.model, job.train, CPU, invariant=True)
 
 
 def step(state: TrainState) -> None:

@@ -252,8 +252,6 @@ def test_all_keys_that_no_model_would_read_are_named_at_once():
 @pytest.mark.quick(
     "llama rope_scaling rope_theta",
     "gpt2 n_embd n_head n_layer",
-    "gpt_neox rotary_emb_base rotary_pct",
-    "gemma3 eos_token_id text_config",
 )
 @pytest.mark.parametrize(
     "config",

@@ -39,6 +39,7 @@ from tests.trainer.sharded import (
     on_ranks,
     view_of,
 )
+from tests.trainer.states import begun_state
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -80,7 +81,7 @@ def set_gradient(item: Item, step: int) -> None:
 
 def stepped(job: TrainJob, steps: int = 3, state: TrainState | None = None) -> TrainState:
     """A whole state after steps with known gradients."""
-    state = state or TrainState(job.model, job.train, CPU, invariant=True)
+    state = state or begun_state(job.model, job.train, CPU, invariant=True)
     first = state.optimizer_steps
     for step in range(first, first + steps):
         for item in state._rows.trained.values():
@@ -118,7 +119,7 @@ def torchs_own(name: str, parameters: dict[str, nn.Parameter], body: set[str]) -
 def test_the_bits_are_those_of_torchs_own_optimizer(name: str) -> None:
     job = tiny_job(**JOBS[name])
     found = stepped(job)
-    model = TrainState(job.model, job.train, CPU, invariant=True).model
+    model = begun_state(job.model, job.train, CPU, invariant=True).model
     parameters = dict(model.named_parameters())
     body = {n for n in parameters if "layers" in n and parameters[n].ndim == 2} if "muon" in name else set()
     optimizers = list(torchs_own(name, parameters, body))
@@ -208,6 +209,7 @@ def test_shards_average_and_step_bfloat16_to_the_bits_of_one_process() -> None:
                     assert torch.equal(state[own], tensor), (name, layout, own)
 
 
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("name", ["sgd with momentum", "lion", "muon", "adafactor"])
 def test_every_layout_trains_what_one_process_trains(name: str) -> None:
     job = tiny_job(train__numerics="fast", train__micro_batch_size=5, **JOBS[name])
@@ -305,7 +307,7 @@ def test_averages_that_are_set_later_begin_with_the_weights_and_may_be_left_out(
 # ------------------------------------------------------------------------------------------- which has which
 def test_muon_trains_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     job = tiny_job(train__optimizer="muon")
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     settings = settings_of(state.model, job.train)
     chosen = {name for name, setting in settings.items() if setting.kind.name == "muon"}
     assert chosen == {n for n, p in state.model.named_parameters() if p.ndim == 2 and "layers" in n}
@@ -370,13 +372,13 @@ def test_entries_that_cannot_be_carried_out_are_refused(
 ) -> None:
     job = tiny_job(train__param_groups=groups)
     with raises(ConfigError, code, *values):
-        TrainState(job.model, job.train, CPU, invariant=True)
+        begun_state(job.model, job.train, CPU, invariant=True)
 
 
 def test_an_entry_that_matches_frozen_parameters_alone_matches_none() -> None:
     job = tiny_job(**ODD, train__param_groups=[{"match": "frozen"}])
     with raises(ConfigError, "optimizer.no_match", "frozen"):
-        TrainState(job.model, job.train, CPU, invariant=True)
+        begun_state(job.model, job.train, CPU, invariant=True)
 
 
 # ----------------------------------------------------------------------------------------------- plug-ins
@@ -402,7 +404,7 @@ def test_a_point_continues_a_plug_in_to_the_bit(tmp_path: Path, name: str) -> No
 def test_a_plug_in_gives_the_bits_of_its_optimizer() -> None:
     found = stepped(plugged("Momentum", train__optimizer_args={"decay": 0.7}))
     job = tiny_job()
-    model = TrainState(job.model, job.train, CPU, invariant=True).model
+    model = begun_state(job.model, job.train, CPU, invariant=True).model
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         optimizer = Momentum([parameter], LR, 0.1 if parameter.ndim >= 2 else 0.0, decay=0.7)
@@ -416,7 +418,7 @@ def test_a_plug_in_gives_the_bits_of_its_optimizer() -> None:
 def test_a_class_of_torch_as_a_plug_in_gives_the_bits_of_the_class() -> None:
     found = stepped(plugged("adam", train__optimizer_args={"betas": [0.8, 0.9], "amsgrad": True}))
     job = tiny_job()
-    model = TrainState(job.model, job.train, CPU, invariant=True).model
+    model = begun_state(job.model, job.train, CPU, invariant=True).model
     parameters = dict(model.named_parameters())
     groups = [
         {"params": [p for p in parameters.values() if (p.ndim >= 2) == is_matrix], "weight_decay": decay}
@@ -466,7 +468,7 @@ def test_a_plug_in_that_cannot_be_saved_or_divided_is_refused(
 ) -> None:
     job = plugged(name, **changes)
     with raises(ConfigError, code, *values):
-        TrainState(job.model, job.train, CPU, invariant=True)
+        begun_state(job.model, job.train, CPU, invariant=True)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +491,7 @@ def test_optimizers_of_torch_can_be_named_and_continue_to_the_bit(tmp_path: Path
     load(state.items(), KEY.point_name, CommittedFiles(Storage(str(tmp_path))))
     state.filled()
     stepped(job, 2, state)
-    model = TrainState(tiny_job().model, tiny_job().train, CPU, invariant=True).model
+    model = begun_state(tiny_job().model, tiny_job().train, CPU, invariant=True).model
     make: Any = getattr(torch.optim, name)
     for own, parameter in model.named_parameters():
         decay = {} if name == "Rprop" else {"weight_decay": 0.1 if parameter.ndim >= 2 else 0.0}

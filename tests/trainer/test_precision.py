@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.losses import loss_sum
 from tests.trainer.member import run_to_end, tiny_job
+from tests.trainer.states import begun_state
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -57,7 +57,7 @@ def test_a_point_of_one_precision_is_continued_in_the_other_and_back(tmp_path, a
 
 
 def test_the_products_are_bfloat16_and_the_loss_is_float32():
-    state = TrainState(BF16.model, BF16.train, CPU, invariant=True)
+    state = begun_state(BF16.model, BF16.train, CPU, invariant=True)
     state.model.eval()
     tokens = torch.arange(16).reshape(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -75,7 +75,7 @@ def test_the_products_are_bfloat16_and_the_loss_is_float32():
 def moved(precision: str) -> dict[str, float]:
     """The share of each weight that one step at a usual learning rate changes."""
     job = tiny_job(train__precision=precision)
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     tokens = torch.arange(32).reshape(4, 8)
     torch.autograd.backward(loss_sum(state.model, tokens, tokens, precision) / 32)
@@ -96,5 +96,5 @@ def test_a_step_at_a_usual_learning_rate_changes_every_weight_but_no_norm_that_i
 )
 def test_weights_and_moments_are_float32_unless_the_name_says_otherwise(precision, dtype):
     job = tiny_job(train__precision=precision)
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     assert {item.tensor.dtype for item in state.items() if item.name != "steps"} == {dtype}

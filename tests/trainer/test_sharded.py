@@ -12,14 +12,14 @@ from torch import nn
 
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.state.fsdp_model import blocks_of, skeleton_of
+from orchestrator.trainer.model.build_model import build_model, emptied
+from orchestrator.trainer.state.fsdp_model import blocks_of
 from orchestrator.trainer.state.sharded_state import ShardedState
-from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import check_error, raises
 from tests.trainer.architectures import tiny
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks, refused_step
+from tests.trainer.states import begun_state
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -136,7 +136,7 @@ def test_compiling_blocks_that_there_are_not_is_refused():
 
 
 def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():
-    bare = skeleton_of(Odd())
+    bare = emptied(Odd(), torch.device("meta"))
     assert all(parameter.is_meta for parameter in bare.parameters())
     assert bare.head.weight is bare.table.weight
     assert not bare.frozen.requires_grad
@@ -144,9 +144,10 @@ def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():
 
 
 # ---------------------------------------------------------------------------------------- first weights
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in order"])
 @pytest.mark.parametrize("how", ["config", "pretrained", "init_from", "resizing factory"])
-def test_the_first_weights_are_those_of_replicate_bit_for_bit(tmp_path, how):
-    job = tiny_job()
+def test_the_first_weights_are_those_of_replicate_bit_for_bit(tmp_path, how, by_name):
+    job = replace(tiny_job(), weights_by_name=by_name)
     if how in ("pretrained", "init_from"):
         build_model(job.model, "float32", 7, torch.device("cpu"), invariant=False).save_pretrained(tmp_path)
     model = {
@@ -155,8 +156,7 @@ def test_the_first_weights_are_those_of_replicate_bit_for_bit(tmp_path, how):
         "init_from": job.model.model_copy(update={"init_from": str(tmp_path)}),
         "resizing factory": ModelConfig(factory="tests.trainer.sharded:resizing"),
     }[how]
-    expected = TrainState(model, job.train, torch.device("cpu"), invariant=False)
-    expected.initialise()
+    expected = begun_state(model, job.train, torch.device("cpu"), False, by_name)
     wanted = {item.name: item.tensor for item in expected.items()}
     (found,) = on_ranks(1, first_weights, replace(job, model=model))
     assert list(found) == list(wanted)

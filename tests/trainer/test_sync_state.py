@@ -22,6 +22,7 @@ from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
+from tests.trainer.states import begun_state
 
 pytestmark = pytest.mark.xdist_group("forked")
 
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 def trained_state() -> TrainState:
     """After one step; it stands for the parent."""
     job = tiny_job()
-    state = TrainState(job.model, job.train, CPU, invariant=True)
+    state = begun_state(job.model, job.train, CPU, invariant=True)
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.apply(0.01, num_units=1)
@@ -47,7 +48,7 @@ def rank_main(rank: int, port: int, folder: Path, changed: int | None, heard: An
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     job = tiny_job()
-    state = trained_state() if rank == 0 else TrainState(job.model, job.train, CPU, invariant=True)
+    state = trained_state() if rank == 0 else begun_state(job.model, job.train, CPU, invariant=True)
     if rank == 1:
         state.key = STALE
     view = GenerationView(

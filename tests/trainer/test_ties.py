@@ -16,10 +16,10 @@ from orchestrator.config.sections import ModelConfig
 from orchestrator.trainer.loading.state_tensors import own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState
-from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.ties import untie
 from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 from tests.checkpoint.exports import CPU, LLAMA, SMALL, commit, job, logits, state_of, store_at
+from tests.trainer.states import begun_state
 
 TIED: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "tie_word_embeddings": True},
@@ -96,7 +96,7 @@ def test_every_layout_trains_the_tensors_that_transformers_opens(
     config = {"pretrained": where} if field == "pretrained" else {"config": TIED[name], "init_from": where}
     asked = job(config)
     theirs = own(opened(where))
-    whole = TrainState(asked.model, asked.train, CPU, invariant=True)
+    whole = begun_state(asked.model, asked.train, CPU, invariant=True)
     whole.initialise()
     assert list(own(whole.model)) == list(theirs)
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in own(whole.model).items())
@@ -126,7 +126,7 @@ def test_an_export_is_what_was_trained_and_a_run_can_begin_with_it(
     assert flag == (how == "the same")
     for first in (tmp_path / "out", tmp_path / "run" / "points" / point.name):
         again = job({"config": TIED[name], "init_from": str(first)})
-        begun = TrainState(again.model, again.train, CPU, invariant=True)
+        begun = begun_state(again.model, again.train, CPU, invariant=True)
         begun.initialise()
         assert all(torch.equal(tensor, own(begun.model)[key]) for key, tensor in own(state.model).items())
         assert list(own(ShardedState(again.model, again.train, CPU, None).model)) == list(own(state.model))

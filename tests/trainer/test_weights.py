@@ -22,6 +22,7 @@ from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.saved_states import CPU, commit_state, new_state, write_share
+from tests.trainer.states import begun_state
 
 KEY = StateKey(attempt=1, generation=1, step=1)
 POINT = KEY.point_name
@@ -147,7 +148,7 @@ def test_a_point_of_another_model_is_refused_with_both_shapes(tmp_path):
     save(new_state(), tmp_path, 1)
     shape = dict(tiny_job().model.config or {}, intermediate_size=48)
     job = tiny_job(model__config=shape)
-    other = TrainState(job.model, job.train, CPU, invariant=True)
+    other = begun_state(job.model, job.train, CPU, invariant=True)
     with raises(ResumePointError, "point.other_model", "(32, 16)", "(48, 16)"):
         load(other.items(), POINT, files_of(tmp_path))
 

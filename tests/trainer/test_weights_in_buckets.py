@@ -24,13 +24,13 @@ from orchestrator.storage.open import open_storage
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.loading.state_tensors import MODEL, own_tensors
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.saved_form import SavedForm
 from orchestrator.trainer.weights.transformers_model import SETTINGS
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises
 from tests.storage.servers import Proxy, moto, new_bucket, no_fault, proxy_before, reach
+from tests.trainer.states import begun_state
 from tests.trainer.weight_folders import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
 
 SINGLE = "model.safetensors"
@@ -73,7 +73,7 @@ def changed(uri: str, name: str, data: bytes | None) -> None:
 
 def first_of(config: JobConfig) -> dict[str, torch.Tensor]:
     """The weights with which a member begins a run."""
-    state = TrainState(config.model, config.train, CPU, invariant=True)
+    state = begun_state(config.model, config.train, CPU, invariant=True)
     state.initialise()
     return {item.name: item.tensor for item in state.items() if item.group == MODEL}
 

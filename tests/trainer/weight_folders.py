@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from orchestrator.config.sections import ModelConfig
 from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
-from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
-from orchestrator.trainer.state.fsdp_model import skeleton_of
+from orchestrator.trainer.model.build_model import bare_model, build_model, emptied, first_model
 from orchestrator.trainer.weights.initial import fill_rows, named_state
 from tests.checkpoint.exports import CPU, LLAMA, SMALL
 
@@ -37,7 +36,7 @@ def assert_first_weights(config: ModelConfig, precision: str, streamed: bool = T
     expected = dict(
         own_tensors(first_model(config, precision, 0, CPU, invariant=False).state_dict(keep_vars=True))
     )
-    skeleton = skeleton_of(bare_model(config, precision, 0, CPU))
+    skeleton = emptied(bare_model(config, precision, 0, CPU), torch.device("meta"))
     for shard in range(3):
         items = items_of(skeleton, 3, shard)
         assert fill_rows(config, named_state(skeleton), items) == streamed

@@ -33,8 +33,9 @@ class RunFile:
 
     `created` is a time for people. `id` is random, and repeated in every claim, end record, journal line and
     COMMIT of the run. `first_weights` identifies the contents of `model.init_from` (see
-    `checkpoint.export.export_files`); empty without it. `forked_from` is the point with which a fork begins;
-    its first start takes that over.
+    `checkpoint.export.export_files`); empty without it. `weights_by_name`: each first weight of
+    `model.config` is drawn by its name, not in the order of the build (`trainer.state.first_weights`).
+    `forked_from` is the point with which a fork begins; its first start takes that over.
     """
 
     format: int
@@ -43,6 +44,7 @@ class RunFile:
     identity: RunIdentity
     id: str = ""
     first_weights: str = ""
+    weights_by_name: bool = False
     forked_from: ForkedFrom | None = None
 
 

@@ -68,6 +68,7 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
         identity: RunIdentity,
         first_weights: str = "",
         forked_from: ForkedFrom | None = None,
+        weights_by_name: bool = True,
     ) -> RunFile:
         """Writes run.json, once. Raises `BusyError` if it exists: another start was faster."""
         run = RunFile(
@@ -77,6 +78,7 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
             identity=identity,
             id=secrets.token_hex(8),
             first_weights=first_weights,
+            weights_by_name=weights_by_name,
             forked_from=forked_from,
         )
         if not self.storage.create(RUN_FILE, seal(encode(run))):

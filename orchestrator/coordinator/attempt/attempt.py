@@ -69,7 +69,7 @@ class Attempt:
 
     `step_label`: the label of the last finished step as this launch counts.
     `encoders`: which encoder makes which documents.
-    `run_id`: the id in run.json.
+    `run_id`, `weights_by_name`: as in run.json.
     `command`: the command line that would continue the run, without secrets ("": there was none).
     `num_blocks`: the number of blocks of each source; `weights`: its weight in the mixture.
     `forked_from`: the point of another run that it takes over.
@@ -95,6 +95,7 @@ class Attempt:
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
     run_id: str = ""
+    weights_by_name: bool = True
     command: str = ""
     num_blocks: dict[str, int] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)

@@ -132,6 +132,7 @@ def begin_launch(
     saved = saved_history(seen)
     attempt = replace(
         Attempt.claimed(claim, parent, point, plan.step_after, run.id),
+        weights_by_name=run.weights_by_name,
         num_blocks={each.source: each.num_blocks for each in data.plans},
         weights=data.weights,
         losses=losses_of_points(seen, config.resume.keep_best_by),

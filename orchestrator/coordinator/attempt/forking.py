@@ -205,7 +205,7 @@ def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: boo
     if pinned:
         other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
     copy_frozen(other.storage, store.storage)
-    return store.create_run(name, run.identity, run.first_weights, fork)
+    return store.create_run(name, run.identity, run.first_weights, fork, run.weights_by_name)
 
 
 def forks_beside(store: RunStore, run_id: str) -> dict[str, list[str]]:

@@ -151,6 +151,7 @@ def _task(
         fault_plan=context.fault_plan,
         until_tokens=context.until_tokens,
         num_shards=starting.num_shards(attempt),
+        weights_by_name=attempt.weights_by_name,
         nodes=disks.nodes,
         run_id=attempt.run_id,
         packages=packages_here(adapters=context.job.model.lora is not None),

@@ -134,6 +134,7 @@ class WorkerTask:
     config_digest: str
     storage: str  # for `open_storage`
     num_shards: int | None = 1  # see `TrainJob`
+    weights_by_name: bool = True  # see `TrainJob`
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
     nodes: Any = None  # a `ReachedNodes`: whose disks may have parts of points
@@ -208,6 +209,7 @@ def _job(task: WorkerTask) -> TrainJob:
         device="cuda" if task.config.cluster.use_gpu else "cpu",
         digest_every_steps=task.config.monitor.digest_every_steps,
         num_shards=task.num_shards,
+        weights_by_name=task.weights_by_name,
         until_tokens=task.until_tokens,
         run_uri=task.storage,
         sources=task.sources,

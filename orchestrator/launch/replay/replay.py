@@ -294,6 +294,7 @@ def _begin(
             code="weights.changed",
         )
     copy_frozen(store.storage, new.storage)
+    new.create_run(job.run.name, run.identity, run.first_weights, weights_by_name=run.weights_by_name)
 
 
 def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:

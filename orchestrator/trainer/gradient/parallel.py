@@ -52,9 +52,9 @@ def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState,
     attend within documents although the job requires it.
     """
     if job.num_shards != 1:
-        sharded = ShardedState(job.model, job.train, device, job.num_shards)
+        sharded = ShardedState(job.model, job.train, device, job.num_shards, job.weights_by_name)
         return sharded, ShardedGradient(sharded, _objective(sharded, job))
-    state = TrainState(job.model, job.train, device, job.invariant)
+    state = TrainState(job.model, job.train, device, job.invariant, job.weights_by_name)
     objective = _objective(state, job)
     if job.invariant:
         return state, InvariantGradient(state.model, objective)

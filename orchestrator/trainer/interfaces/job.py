@@ -40,6 +40,7 @@ class TrainJob:
     `run_uri`: the run's folder, for callbacks.
     `sources`: their names by number, for the metric of each. `document_losses`: how many documents of a step
     are recorded.
+    `weights_by_name`: how first weights are drawn, see `trainer.state.first_weights.FirstWeights`.
     """
 
     model: ModelConfig
@@ -60,6 +61,7 @@ class TrainJob:
     sources: Mapping[int, str] = field(default_factory=dict)
     document_losses: int = 0
     rows_per_sample: int = 1
+    weights_by_name: bool = True
 
     @property
     def row_len(self) -> int:

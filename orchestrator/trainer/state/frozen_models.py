@@ -20,8 +20,8 @@ from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import OrchestratorError
 from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.trainer.loading.state_tensors import Item, own_tensors, sum_of, whole_item
-from orchestrator.trainer.model.build_model import bare_model, first_model, weights_dtype
-from orchestrator.trainer.state.fsdp_model import Wrapping, shard_items, shard_model, skeleton_of
+from orchestrator.trainer.model.build_model import bare_model, emptied, first_model, weights_dtype
+from orchestrator.trainer.state.fsdp_model import Wrapping, shard_items, shard_model
 from orchestrator.trainer.state.lazy_init import defer
 from orchestrator.trainer.weights.initial import fill_rows, named_state
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.config.sections import FrozenModelConfig, ModelConfig, TrainConfig
     from orchestrator.planning.state.state_layout import Layout
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class FrozenModels:
@@ -104,7 +104,7 @@ class FrozenShards(FrozenModels):
         for name, config in model.frozen.items():
             precision, of = precision_of(config, train), config.as_model
             with naming_frozen(name):
-                skeleton = skeleton_of(_bare(of, precision, train.seed)).eval().requires_grad_(False)
+                skeleton = emptied(_bare(of, precision, train.seed), _META).eval().requires_grad_(False)
             self._rows[name] = _Rows(config=of, precision=precision, skeleton=skeleton)
             self.models[name] = skeleton
 

@@ -36,21 +36,6 @@ class Wrapping:
     recomputed: bool = False
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """Moves all parameters to the meta device and keeps the buffers. Tied parameters stay tied.
-
-    The model itself is changed, not copied, and its parameters are lost.
-    """
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = torch.empty_like(parameter, device="meta", memory_format=torch.contiguous_format)
-                made.setdefault(id(parameter), nn.Parameter(empty, requires_grad=parameter.requires_grad))
-                module._parameters[name] = made[id(parameter)]
-    return model
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered and reduced one at a time; the rest is gathered and reduced together.
 

@@ -6,35 +6,30 @@ The optimizer uses plain tensors that share memory with FSDP2's shards, and thes
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import Layout, layout_of
-from orchestrator.trainer.loading.state_tensors import Item, begin_anew, own_tensors
-from orchestrator.trainer.model.build_model import bare_model, first_model
+from orchestrator.trainer.loading.state_tensors import Item, own_tensors
+from orchestrator.trainer.model.build_model import bare_model, emptied
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.whole_parameters import Shards
 from orchestrator.trainer.state.adapter_base import AdapterBase
-from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards, copy_rows
+from orchestrator.trainer.state.first_weights import FirstWeights
+from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards
 from orchestrator.trainer.state.fsdp_model import (
     Wrapping,
     blocks_of,
     local_rows,
     shard_items,
     shard_model,
-    skeleton_of,
 )
-from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
-from orchestrator.trainer.weights.initial import fill_rows, named_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +37,7 @@ if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class ShardedState(TrainState):
@@ -55,17 +50,23 @@ class ShardedState(TrainState):
     sharded = True
 
     def __init__(
-        self, model: ModelConfig, train: TrainConfig, device: torch.device, num_shards: int | None
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        device: torch.device,
+        num_shards: int | None,
+        weights_by_name: bool = False,
     ) -> None:
         self._begin_blank()
-        self._config, self._train, self._device, self._num_shards = model, train, device, num_shards
+        self._train, self._device, self._num_shards = train, device, num_shards
         self._how = Wrapping(
             bf16=train.precision == "bf16",
             compiled=train.compile == "blocks",
             recomputed=train.activation_checkpointing == "blocks",
         )
-        self._later: DeferredModel | None = self._defer()
-        self._skeleton = skeleton_of(copy.deepcopy(self._later.model) if self._later else self._bare())
+        self._first = FirstWeights(model, train, _CPU, invariant=False, by_name=weights_by_name)
+        outline = self._first.outline() or bare_model(model, train.precision, train.seed, _CPU)
+        self._skeleton = emptied(outline, _META)
         if (self._how.compiled or self._how.recomputed) and not blocks_of(self._skeleton):
             raise ConfigError(
                 f"train.compile={train.compile} and train.activation_checkpointing="
@@ -143,6 +144,11 @@ class ShardedState(TrainState):
         assert self._mesh is not None, "there is a mesh within a generation"
         return self._mesh
 
+    @property
+    @override
+    def _outline(self) -> nn.Module:
+        return self._skeleton
+
     # ------------------------------------------------------------------------------------------------- steps
     def take_gradients(self) -> None:
         """Moves FSDP2's reduced gradients to this member's rows; zero for unused parameters."""
@@ -187,69 +193,6 @@ class ShardedState(TrainState):
             return []
         now = dict(self.model.named_buffers(remove_duplicate=False))
         return [name for name, tensor in self._rows.buffers.items() if now.get(name) is not tensor]
-
-    # ----------------------------------------------------------------------------------------- first weights
-    @override
-    def initialise(self) -> None:
-        """A weight of which this member has no row is not made.
-
-        Each weight briefly takes the memory of the whole tensor. Each member reads only its own rows of
-        `model.pretrained` and `model.init_from`. Weights that `fill_rows` cannot read in this way, and a
-        factory that `defer` does not support, are first built whole in the machine's memory.
-        """
-        if self._untouched:
-            return
-        self.writable()
-        items = self.items()
-        weights = [item for item in items if item.group == MODEL]
-        rest = self._read(weights)
-        if rest:
-            values = self._first_values()
-            for item in rest:
-                if item.tensor.numel():
-                    copy_rows(item, values(item.name))
-        begin_anew(items, weights)
-        self.filled()
-        self._untouched = True
-
-    @override
-    def filled(self) -> None:
-        super().filled()
-        self._later = None
-
-    def _read(self, weights: list[Item]) -> list[Item]:
-        """Fills first weights from files. Returns those that files do not hold, or not in this form."""
-        if self.base.exists:
-            return self.base.fill_copies(weights)
-        from_files = self._config.base is not None
-        is_read = from_files and fill_rows(self._config, named_state(self._skeleton), weights)
-        return [] if is_read else weights
-
-    def _first_values(self) -> Callable[[str], Tensor]:
-        """Returns a function that maps a tensor's name to its whole initial value."""
-        if self._config.base is None or self.base.exists:  # adapters are drawn
-            later = self._later or self._defer()
-            if later is not None:
-                noted = _own_tensors(later.model)
-                return lambda name: later.make(noted[name])
-        train = self._train
-        whole = _own_tensors(first_model(self._config, train.precision, train.seed, _CPU, invariant=False))
-        return lambda name: whole[name].detach()
-
-    def _bare(self) -> nn.Module:
-        return bare_model(self._config, self._train.precision, self._train.seed, _CPU)
-
-    def _defer(self) -> DeferredModel | None:
-        """Returns None for a model whose weights cannot be made one by one.
-
-        This includes a model that fails while its weights are deferred (`parameter.data = …`). An error of
-        the model's own is raised again when it is built whole.
-        """
-        try:
-            return defer(self._bare)
-        except Exception:  # noqa: BLE001  user code receives tensors without values
-            return None
-
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(own_tensors(model.state_dict(keep_vars=True)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +29,12 @@ from orchestrator.trainer.loading.state_tensors import (
     tensor_bytes,
     whole_item,
 )
-from orchestrator.trainer.model.build_model import build_model, first_model
+from orchestrator.trainer.model.build_model import build_model, first_model, placed
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
 from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
 from orchestrator.trainer.state.adapter_base import AdapterBase
+from orchestrator.trainer.state.first_weights import FirstWeights
 from orchestrator.trainer.state.frozen_models import FrozenModels, frozen_field
 
 if TYPE_CHECKING:
@@ -166,14 +166,29 @@ class TrainState:
 
     sharded = False  # whether members hold different rows
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        device: torch.device,
+        invariant: bool,
+        weights_by_name: bool = False,
+    ) -> None:
+        """`weights_by_name`: how first weights are drawn, see `FirstWeights`.
+
+        The initial weights are made by a member that needs them. But a factory's model is built as it is, and
+        the base of adapters, which no other member and no point gives, is read by each.
+        """
         self._begin_blank()
-        self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
-        # Holds the initial weights. Those of another folder are read only by a member that needs them; the
-        # base of adapters, which no other member and no point gives, by each.
-        self._untouched = model.init_from is None or model.lora is not None
-        build = self._first if self._untouched else partial(build_model, *self._first.args)
-        self.model: nn.Module = build()
+        self._first = FirstWeights(model, train, device, invariant, weights_by_name)
+        whole = model.factory is not None or model.lora is not None
+        outline = None if whole else self._first.outline()
+        self._untouched = outline is None and (model.init_from is None or model.lora is not None)
+        if outline is not None:
+            self.model: nn.Module = placed(outline, device)
+        else:
+            build = first_model if self._untouched else build_model
+            self.model = build(model, train.precision, train.seed, device, invariant)
         self.frozen = FrozenModels(model, train, device, invariant)
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
         self.base = AdapterBase(model, train.precision, train.seed, self.model)
@@ -190,6 +205,11 @@ class TrainState:
         self.fixed: Mapping[str, str] = {}
         self._layout, self._rank = Layout(num_shards=1, num_replicas=1), 0
         self._received: _Received | None = None
+
+    @property
+    def _outline(self) -> nn.Module:
+        """The model with all names of its tensors. It may be without weights."""
+        return self.model
 
     @property
     def optimizer_steps(self) -> int:
@@ -303,6 +323,7 @@ class TrainState:
     def filled(self) -> None:
         """Must be called after the items were written."""
         self._untouched = False
+        self._first.forget()
         self._rows.filled()
 
     def digest(self) -> bytes:
@@ -359,11 +380,10 @@ class TrainState:
         if self._untouched:
             return
         self.writable()
-        fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
         items = self.items()
         weights = [item for item in items if item.group == MODEL]
-        for item in weights:
-            item.tensor.copy_(fresh[item.name].detach())
+        with torch.no_grad():
+            self._first.fill(weights, self._outline, self.base)
         begin_anew(items, weights)
         self.filled()
         self._untouched = True

@@ -148,6 +148,7 @@ def test_who_follows_a_run_shows_what_one_shows_who_reads_it_anew(
     assert shown["points"]["counts"]["damaged"] == len(seen.lost)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("seed", range(3))
 def test_status_and_the_page_know_the_same_of_a_run(job: JobConfig, data: DataSpec, seed: int) -> None:
     """`status` reads the newest part of the journal, the page all of it. They word faults differently. Steps
