@@ -107,7 +107,12 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without asking")]
 Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="the newest whole point at or before this step")
+    str | None,
+    typer.Option(
+        "--step",
+        metavar="N",
+        help="the newest whole point at or before this step; attempt 2's step: a2:250",
+    ),
 ]
 Samples = Annotated[
     int | None, typer.Option("--samples", metavar="N", help="... at or before so many samples")
@@ -133,9 +138,10 @@ def rewind(
     from orchestrator.inspect.run import open_run
 
     require_one({"--to": to, "--step": step, "--samples": samples, "--tokens": tokens})
-    opened = open_run(run)
-    places = {"step": step, "samples": samples, "tokens": tokens}
-    _report(opened.rewind(to, **places, agree=_asking(yes, json, "rewind the run"), say=say), json)
+    plan = open_run(run).rewind(
+        to, step=step, samples=samples, tokens=tokens, agree=_asking(yes, json, "rewind the run"), say=say
+    )
+    _report(plan, json)
 
 
 @app.command()
@@ -158,9 +164,15 @@ def fork(
     from orchestrator.inspect.run import open_run
 
     require_one({"--at": at, "--step": step, "--samples": samples, "--tokens": tokens})
-    opened = open_run(run)
-    places = {"step": step, "samples": samples, "tokens": tokens}
-    _report(opened.fork(new_run, at, **places, agree=_asking(yes, json, "make the fork"), say=say), json)
+    plan = open_run(run).fork(
+        *(new_run, at),
+        step=step,
+        samples=samples,
+        tokens=tokens,
+        agree=_asking(yes, json, "make the fork"),
+        say=say,
+    )
+    _report(plan, json)
 
 
 def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:

@@ -372,14 +372,19 @@ def evaluate_lines(found: Sequence[Evaluated]) -> list[str]:
     """The result for people."""
     lines = []
     for each in found:
-        loss = "no loss" if each.loss is None else f"loss {each.loss:.4f}"
+        loss = f"loss {_exact(each.loss)}"
         perplexity = "" if each.perplexity is None else f"  perplexity {each.perplexity:,.2f}"
         size = f"{each.targets:,} targets in {count(each.samples, 'sample')}"
         lines.append(f"{each.part} after step {each.step:,} ({each.point}): {loss}{perplexity}  {size}")
         if len(each.per_source) > 1:
-            lines += [f"  {name}: loss {loss:.4f}" for name, loss in each.per_source.items()]
-        lines += [f"  {name}: {value}" for name, value in each.metrics.items()]
+            lines += [f"  {name}: loss {_exact(value)}" for name, value in each.per_source.items()]
+        lines += [f"  {name}: {_exact(value)}" for name, value in each.metrics.items()]
     return lines
+
+
+def _exact(value: float | None) -> str:
+    """All digits: two values that differ are two texts."""
+    return "none" if value is None else repr(value)
 
 
 @app.command()
@@ -392,7 +397,10 @@ def replay(
             show_default=False,
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="up to this step")] = None,
+    step: Annotated[
+        str | None,
+        typer.Option("--step", metavar="N", help="up to this step, e.g. 250; attempt 2's step: a2:250"),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", metavar="N", help="up to the last step within so many tokens")
     ] = None,
@@ -429,7 +437,7 @@ def replay_lines(found: Replayed) -> list[str]:
     if not found.steps_compared:
         trained = f"{begin} is that state: no step was trained again, so none was compared"
     lines = [
-        f"step {found.step:,}: {trained}",
+        f"step {found.name}: {trained}",
         f"  weights digest {found.weights_digest}: {verdict}",
     ]
     if found.point is not None:

@@ -20,7 +20,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         lines.append(f"{plan.headline}: the run has no resume point")
     else:
         from_ = f" to continue from {plan.point}" if plan.action == "refuse" else ""
-        lines += [plan.headline + from_, f"  step label {plan.step_before} -> {plan.step_after}"]
+        lines += [plan.headline + from_, f"  {plan.label_text}"]
     lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
     lines += [
         f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, "

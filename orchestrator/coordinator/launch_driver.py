@@ -174,6 +174,8 @@ class LaunchDriver(CommitListener):
         if self._taken != (record.key, record.part):
             self._taken = record.key, record.part
             self._note_evaluation(record, is_last)
+            self.news.say(sentences.evaluated(record))
+            await self.notify()
         return await self.flush()
 
     def _note_evaluation(self, record: EvalRecord, is_last: bool) -> None:

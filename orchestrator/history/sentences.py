@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from orchestrator import errors
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.run_status import CODE, EVALUATES, PEERS, GroupChange, GroupMember, Loss, Stall
 from orchestrator.records.steps import NONFINITE, StepRecord
 
@@ -38,6 +39,21 @@ def count(number: int, what: str) -> str:
 def loss(value: float | None) -> str:
     """A step's loss; a step has none without target tokens, and if it was not finite."""
     return "none" if value is None else f"{value:.4f}"
+
+
+def eval_values(value: float | None, perplexity: float | None) -> str:
+    """The loss of an evaluated part, and its perplexity if it has one: `loss 3.2102, perplexity 24.78`."""
+    text = f"loss {loss(value)}"
+    return text if perplexity is None else f"{text}, perplexity {perplexity:,.2f}"
+
+
+def evaluated(record: EvalRecord) -> str:
+    """The line for a part that was evaluated."""
+    values = eval_values(record.loss, record.perplexity)
+    return (
+        f"eval {record.part} at step {record.step}: {values}, {count(record.samples, 'sample')}, "
+        f"{record.seconds:.1f} s"
+    )
 
 
 def step_skipped(record: StepRecord) -> str:

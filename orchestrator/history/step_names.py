@@ -8,48 +8,105 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from orchestrator.errors import RefusedError
 from orchestrator.records.steps import StateKey, StepRecord
 
 Steps = Sequence[StepRecord | StateKey]
 
+_ONE = re.compile(r"\s*(?:a(?P<attempt>[0-9]+):)?(?P<label>[0-9]+)\s*")
 _STEP = r"(?:a[0-9]+:)?[0-9]+"
 _STEPS = re.compile(rf"\s*(?:(?P<one>{_STEP})|({_STEP})?\s*:\s*({_STEP})?)\s*")
 
 
-def step_name(records: Steps, index: int) -> str:
+class Labelled(Protocol):
+    """A step, or the state after it, with the attempt that counted it."""
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt."""
+
+    @property
+    def step(self) -> int:
+        """The label."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepName:
+    """A step as users name it: its label, and the attempt that counted it (None: any attempt)."""
+
+    label: int
+    attempt: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> StepName:
+        """Reads `250` or `a2:250`. Raises `RefusedError` for anything else."""
+        match = _ONE.fullmatch(text)
+        if match is None:
+            raise no_step(text)
+        attempt = match["attempt"]
+        return cls(label=int(match["label"]), attempt=None if attempt is None else int(attempt))
+
+    @classmethod
+    def of(cls, step: Labelled) -> StepName:
+        """The name of `step` that means no other one."""
+        return cls(label=step.step, attempt=step.attempt)
+
+    def means(self, step: Labelled) -> bool:
+        """Whether `step` has this name."""
+        return step.step == self.label and self.attempt in (None, step.attempt)
+
+    def __str__(self) -> str:
+        return str(self.label) if self.attempt is None else f"a{self.attempt}:{self.label}"
+
+
+def no_step(text: str) -> RefusedError:
+    """The error for a text that is not the name of a step."""
+    return RefusedError(f"{text!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
+
+
+def ambiguous_step(name: StepName, alike: Sequence[Labelled]) -> RefusedError:
+    """The error for a label that several steps have, with the name of each of them."""
+    names = " or ".join(str(StepName.of(step)) for step in alike)
+    return RefusedError(
+        f"step {name} occurs {len(alike)} times in the run's history, because batch size or seq_len changed; "
+        f"write {names}",
+        code="command.ambiguous_step",
+    )
+
+
+def step_name(records: Sequence[Labelled], index: int) -> str:
     """The name of `records[index]` in the history `records`."""
-    record = records[index]
-    alike = sum(other.step == record.step for other in records)
-    return str(record.step) if alike == 1 else f"a{record.attempt}:{record.step}"
+    return name_among(records[index], records)
 
 
-def find_step(records: Steps, name: str) -> int:
-    """The index of the step that `name` means. Raises `RefusedError` if there is none, or more than one."""
-    attempt, _, label = name.rpartition(":")
-    found = [
-        index
-        for index, record in enumerate(records)
-        if record.step == int(label) and (not attempt or record.attempt == int(attempt[1:]))
-    ]
+def name_among(step: Labelled, records: Sequence[Labelled]) -> str:
+    """The shortest name of `step` that no other step of the history `records` has."""
+    alike = sum(other.step == step.step for other in records)
+    return str(step.step if alike <= 1 else StepName.of(step))
+
+
+def find_step(records: Steps, text: str) -> int:
+    """The index of the step that `text` names. Raises `RefusedError` for none, more than one, and a text that
+    is no name.
+    """
+    name = StepName.parse(text)
+    found = [index for index, record in enumerate(records) if name.means(record)]
     if len(found) == 1:
         return found[0]
     if found:
-        names = " or ".join(f"a{records[index].attempt}:{label}" for index in found)
-        raise RefusedError(
-            f"step {name} occurs {len(found)} times in the run's history; write {names}",
-            code="command.ambiguous_step",
-        )
+        raise ambiguous_step(name, [records[index] for index in found])
     if not records:
         raise RefusedError(
             f"the run's history has no step {name}: nothing was trained yet", code="run.nothing_trained"
         )
-    if not attempt and (between := _left_out(records, int(label))):
+    if name.attempt is None and (between := _left_out(records, name.label)):
         raise RefusedError(between, code="command.unknown_step")
     first, last = step_name(records, 0), step_name(records, len(records) - 1)
-    others = sorted({f"a{record.attempt}" for record in records if record.step == int(label)})
+    others = sorted({f"a{record.attempt}" for record in records if record.step == name.label})
     known = f"; it has that of {', '.join(others)}" if others else ""
     raise RefusedError(
         f"the run's history has no step {name}; it goes from step {first} to step {last}{known}",

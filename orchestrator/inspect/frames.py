@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import RefusedError
+from orchestrator.history.metrics.declared import eval_values
 from orchestrator.inspect.status.view import RunView, status_html, status_lines
 from orchestrator.records.steps import SKIP_CAUSES
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.inspect.views.facts.columns import Columns
     from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
     from orchestrator.records.evals import EvalRecord
+    from orchestrator.records.steps import StateKey
 
 Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
 
@@ -225,6 +228,26 @@ def evals_frame(records: Sequence[EvalRecord]) -> pd.DataFrame:
     return frame(table, rows)
 
 
+def evals_at_steps(
+    records: Sequence[EvalRecord], trained: Sequence[StateKey], steps: pd.DataFrame
+) -> pd.DataFrame:
+    """A row per evaluated state, with the position and time of its step, and a column for each value, named
+    as loggers have it (`eval_holdout_loss`).
+
+    `trained`: the key under which the state of each record was trained. `steps`: of `steps_frame`.
+    """
+    import pandas as pd
+
+    place = ["attempt", "generation", "step"]
+    rows: dict[StateKey, dict[str, Any]] = {}
+    for record, key in zip(records, trained, strict=True):
+        row = rows.setdefault(key, {name: getattr(key, name) for name in place})
+        row.update(eval_values(asdict(record)))
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    found = _whole(pd.DataFrame(list(rows.values()), columns=list(names or place)))
+    return found.merge(steps[[*place, "consumed_tokens", "time"]], how="left", on=place)
+
+
 def columns_table() -> str:
     """Every column of every table as Markdown."""
     lines = ["| table | column | unit | meaning |", "|---|---|---|---|"]
@@ -318,13 +341,18 @@ def _in_lines() -> _Shown:
 _X = {"step": "step", "tokens": "consumed_tokens", "time": "time"}
 
 
-def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> Any:
+def plot(
+    steps: pd.DataFrame, evals: pd.DataFrame | None, metrics: tuple[str, ...], x: str, title: str
+) -> Any:
     """One panel per metric under one another, over `step`, `tokens` or `time`; a matplotlib `Figure`. Thin
-    lines show where another attempt went on.
+    lines show where another attempt continued. Values of `evals` (of `evals_at_steps`) have a dot for each
+    evaluation.
 
     Raises `RefusedError` for what is no metric, and where matplotlib is not installed.
     """
-    known = [name for name in steps.columns if name not in ("digest", "time")]
+    known = [name for name in steps.columns if name not in ("digest", "time", "skipped")]
+    if evals is not None:
+        known += [name for name in evals.columns if name not in steps.columns]
     wrong = [name for name in metrics if name not in known]
     if wrong:
         raise RefusedError(
@@ -350,7 +378,11 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
     at = steps[_X[x]]
     begins = at[steps["attempt"].diff().fillna(0) != 0]
     for panel, metric in zip(panels, metrics, strict=True):
-        panel.plot(at, steps[metric], linewidth=1)
+        if metric in steps.columns:
+            panel.plot(at, steps[metric], linewidth=1)
+        elif evals is not None:
+            dots = evals[[_X[x], metric]].dropna()
+            panel.plot(dots[_X[x]], dots[metric], linewidth=1, marker=".")
         panel.set_ylabel(label(metric))
         panel.grid(alpha=0.3)
         for begin in begins:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.node_local.node_storage import with_nodes
 from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator.attempt.survey import Survey, survey
+from orchestrator.coordinator.attempt.survey import Survey, evaluations, survey
 from orchestrator.errors import (
     DataIdentityError,
     OrchestratorError,
@@ -201,15 +201,15 @@ class Run:
         self,
         to: str | None = None,
         *,
-        step: int | None = None,
+        step: int | str | None = None,
         samples: int | None = None,
         tokens: int | None = None,
         agree: Callable[[RewindPlan], bool] = lambda plan: True,  # noqa: ARG005
         say: Callable[[str], None] = lambda text: None,
     ) -> RewindPlan:
-        """Goes back to the point `to`, or to the newest whole one at or before a step, a number of samples or
-        of tokens: the next start continues from there. Nothing is deleted. `agree` hears the plan first, and
-        may say no. See `launch.branch.rewind`.
+        """Goes back to the point `to`, or to the newest whole one at or before a step (`250`, `"a2:250"`), a
+        number of samples or of tokens: the next start continues from there. Nothing is deleted. `agree` hears
+        the plan first, and may say no. See `launch.branch.rewind`.
 
         Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
         `ResumePointError` for a point that is damaged.
@@ -225,7 +225,7 @@ class Run:
         new_uri: str | Path,
         at: str | None = None,
         *,
-        step: int | None = None,
+        step: int | str | None = None,
         samples: int | None = None,
         tokens: int | None = None,
         agree: Callable[[ForkPlan], bool] = lambda plan: True,  # noqa: ARG005
@@ -250,17 +250,17 @@ class Run:
 
     def replay(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         tokens: int | None = None,
         to_point: str | Path | None = None,
         overrides: Sequence[str] = (),
         say: Callable[[str], None] = lambda text: None,
     ) -> Replayed:
-        """Trains up to a step (or the last one within so many tokens) once more, and compares with what the
-        run recorded. In this process; with `to_point` (a new run, which keeps the state as a resume point)
-        and overrides like `cluster.num_workers=2` by a launch on Ray. The run is only read, but for the pin
-        of a fork at `to_point`. See `launch.replay.replay`.
+        """Trains up to a step (`250`, `"a2:250"`; or the last one within so many tokens) once more, and
+        compares with what the run recorded. In this process; with `to_point` (a new run, which keeps the
+        state as a resume point) and overrides like `cluster.num_workers=2` by a launch on Ray. The run is
+        only read, but for the pin of a fork at `to_point`. See `launch.replay.replay`.
         """
         from orchestrator.launch.branch.point_query import PointQuery
         from orchestrator.launch.replay.replay import needs_a_launch, replay, replay_as_run
@@ -284,10 +284,10 @@ class Run:
 
         return evaluate(self._store, point, overrides, say)
 
-    def at(self, step: int | None = None, *, tokens: int | None = None) -> StateAt:
-        """The state after a step that the run has trained, saved or not: `model`, `optimizer_state`,
-        `cursor`, and the `batch` of the next step. Trains in this process, from the newest point before it;
-        needs no cluster.
+    def at(self, step: int | str | None = None, *, tokens: int | None = None) -> StateAt:
+        """The state after a step (`250`, `"a2:250"`) that the run has trained, saved or not: `model`,
+        `optimizer_state`, `cursor`, and the `batch` of the next step. Trains in this process, from the newest
+        point before it; needs no cluster.
         """
         from orchestrator.launch.branch.point_query import PointQuery
         from orchestrator.launch.replay.replay import state_at
@@ -382,8 +382,6 @@ class Run:
         """The evaluations of the effective history, in order: the newest of each part and step. Columns:
         `inspect.frames.EVALS`, then one for each metric of the objective.
         """
-        from orchestrator.coordinator.attempt.survey import evaluations, survey
-
         return frames.evals_frame(evaluations(survey(self._store)))
 
     def attempts(self) -> pd.DataFrame:
@@ -428,11 +426,16 @@ class Run:
 
     def plot(self, *metrics: str, x: str = "step") -> Any:
         """Curves of the history over `step`, `tokens` or `time`, a panel per metric (default: loss); a
-        matplotlib figure. Needs the extra `notebook`.
+        matplotlib figure. Needs the extra `notebook`. Metrics are the numbers of `steps`, and the values of
+        evaluations as loggers name them, e.g. `eval_holdout_loss`.
         """
-        from orchestrator.inspect.frames import plot
-
-        return plot(self.steps(), metrics or ("loss",), x, self.uri)
+        steps, evals = self.steps(), None
+        if any(metric not in steps.columns for metric in metrics):
+            seen = survey(self._store)
+            records = evaluations(seen)
+            trained = [seen.lineage.first_name(record.key) for record in records]
+            evals = frames.evals_at_steps(records, trained, steps)
+        return frames.plot(steps, evals, metrics or ("loss",), x, self.uri)
 
     def _views(self) -> RunViews:
         from orchestrator.inspect.views.run_views import RunViews

@@ -22,7 +22,7 @@ from orchestrator.data.sources.records.line_records import line_numbers
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import RefusedError
-from orchestrator.history.step_names import find_steps, names_steps, numbering_note, step_name
+from orchestrator.history.step_names import find_steps, names_steps, no_step, numbering_note, step_name
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
 from orchestrator.inspect.audit.reference.reference_windows import SamplePart as Content
@@ -236,7 +236,7 @@ def only_step(seen: Survey, step: str) -> int:
     Raises `RefusedError` for a step that the history does not have, and for a name of several.
     """
     if not names_steps(step):
-        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
+        raise no_step(step)
     wanted = find_steps(seen.lineage.records, step)
     if len(wanted) != 1:
         raise RefusedError(

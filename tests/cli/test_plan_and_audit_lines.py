@@ -44,6 +44,7 @@ def test_one_of_something_is_not_said_as_several(tiny_config: Any) -> None:
     found = Replayed(
         run="r",
         step=7,
+        name="7",
         from_point="p",
         point=None,
         weights_digest="d",

@@ -34,6 +34,7 @@ from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.process.progress import Progress
 from orchestrator.records.backoff import Backoff
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
 from orchestrator.storage.disk import OsDisk
@@ -106,6 +107,29 @@ def test_a_member_hears_of_the_end_of_its_generation_at_once_and_of_nothing_else
         return await leaving
 
     assert isinstance(asyncio.run(asyncio.wait_for(launch(), LIMIT_S)), RunOver)
+
+
+def test_each_evaluated_part_is_told_once_when_it_is_done(store: RunStore) -> None:
+    part = EvalRecord(
+        part="holdout", attempt=1, generation=1, step=50, loss=3.21, perplexity=24.779, targets=9, samples=64,
+        seconds=1.24,
+    )  # fmt: skip
+    other = replace(part, part="code", loss=None, perplexity=None, samples=1)
+
+    async def launch() -> tuple[str, ...]:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        for each in (part, part, other):  # the rank asks again
+            while await actor.evaluated(LAUNCH, each, False) is not True:
+                pass
+        told = (await status(actor)).notices
+        await actor.end("stopped", "enough")
+        return told
+
+    assert asyncio.run(asyncio.wait_for(launch(), LIMIT_S)) == (
+        "eval holdout at step 50: loss 3.2100, perplexity 24.78, 64 samples, 1.2 s",
+        "eval code at step 50: loss none, 1 sample, 1.2 s",
+    )
 
 
 def test_a_save_that_is_given_up_is_told_once_to_the_user(

@@ -226,6 +226,7 @@ class LiveRun:
     def save(self, by: Coordinator) -> None:
         """Train a bit, commit, and delete what is no longer needed, unless another attempt was claimed."""
         self.train(by, 3)
+        self.evaluate(by)
         votes = tuple(write_vote(self.store.storage, by.newest, rank) for rank in range(2))
         by.committer.perform(WriteCommit(key=by.newest, votes=votes, parent=by.attempt.parent, started_s=0))
         name = by.newest.point_name
@@ -238,6 +239,23 @@ class LiveRun:
         self.on_lineage = by.points
         if names := self.superfluous(by):
             self.delete(by, names)
+
+    def evaluate(self, by: Coordinator) -> None:
+        """Two parts are evaluated in the newest state."""
+        for part in ("holdout", "code"):
+            by.journal.event(
+                EventKind.EVALUATED,
+                generation=by.newest.generation,
+                step=by.newest.step,
+                part=part,
+                loss=2.5,
+                perplexity=None,
+                targets=8,
+                samples=4,
+                per_source={},
+                metrics={},
+                seconds=0.0,
+            )
 
     def superfluous(self, by: Coordinator) -> list[str]:
         """What retention deletes now."""

@@ -13,6 +13,7 @@ import orchestrator
 from orchestrator.errors import RefusedError
 from orchestrator.inspect import frames
 from orchestrator.inspect.run import Run
+from orchestrator.records.evals import EvalRecord
 from tests.raising import raises
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/format2"
@@ -81,3 +82,27 @@ def test_a_plot_has_a_panel_for_each_metric_with_its_unit(run: Run) -> None:
         run.plot("los")
     with raises(RefusedError, "command.unknown_axis", "x='epoch'", "step, tokens, time"):
         run.plot(x="epoch")
+
+
+def test_evaluations_are_plotted_at_the_position_of_their_steps(run: Run) -> None:
+    steps, records = run.steps(), run.records()
+    trained = [records[1].key, records[1].key, records[3].key]
+    values = [("holdout", 3.0), ("my-code", 2.0), ("holdout", 2.5)]
+    evaluated = [
+        EvalRecord(
+            part=part, attempt=key.attempt, generation=key.generation, step=key.step, loss=loss,
+            perplexity=None, targets=8, samples=4, per_source={"a": loss + 1},
+        )
+        for key, (part, loss) in zip(trained, values, strict=True)
+    ]  # fmt: skip
+    evals = frames.evals_at_steps(evaluated, trained, steps)
+    figure = frames.plot(steps, evals, ("loss", "eval_holdout_loss", "eval_my_code_a_loss"), "tokens", "r")
+    dots = [panel.lines[0] for panel in figure.axes]
+    positions = [record.consumed_tokens for record in (records[1], records[3])]
+    assert list(dots[1].get_xdata()) == positions
+    assert list(dots[1].get_ydata()) == [3.0, 2.5]
+    assert (list(dots[2].get_xdata()), list(dots[2].get_ydata())) == (positions[:1], [3.0])
+    with raises(RefusedError, "metrics.unknown", "eval_x;", "loss, ", "eval_holdout_loss"):
+        frames.plot(steps, evals, ("eval_x",), "step", "r")
+    with raises(RefusedError, "metrics.unknown", "eval_holdout_loss;"):
+        run.plot("eval_holdout_loss")  # the run evaluates nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -53,6 +54,59 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     assert view.layout is None, "journals of earlier versions do not say it"
     assert view.last_fault is None
     assert not view.is_broken
+
+
+def evaluate(attempt: Attempt, step: int, part: str, loss: float | None, generation: int = 1) -> None:
+    attempt.journal.event(
+        EventKind.EVALUATED,
+        generation=generation,
+        step=step,
+        part=part,
+        loss=loss,
+        perplexity=None if loss is None else math.exp(loss),
+        targets=640,
+        samples=64,
+        per_source={},
+        metrics={},
+        seconds=1.25,
+    )
+    attempt.journal.flush()
+
+
+def test_a_status_has_the_parts_of_the_newest_state_that_was_evaluated(runner: Runner) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 10)
+    assert run_of(runner).status(0.0).last_evaluation == ()
+    assert "last eval" not in "".join(status_lines(run_of(runner).status(0.0)))
+    for step, loss in ((5, 4.0), (10, 3.0)):
+        evaluate(attempt, step, "holdout", loss)
+        evaluate(attempt, step, "code", None)
+    attempt.steps(11, 12)
+    view = run_of(runner).status(0.0)
+    assert (view.last_evaluation_step, [at.part for at in view.last_evaluation]) == (10, ["holdout", "code"])
+    (line,) = [line for line in status_lines(view) if "last eval" in line]
+    assert line.startswith("  last eval   10  holdout: loss 3.0000, perplexity 20.09; code: loss none  20")
+    assert line.endswith(" UTC")
+    assert "step 10, holdout: loss 3.0000, perplexity 20.09; code: loss none" in run_of(runner)._repr_html_()
+    first, second = view.to_json()["last_evaluation"]
+    assert first == {
+        "part": "holdout", "loss": 3.0, "perplexity": math.exp(3.0), "samples": 64, "seconds": 1.25
+    }  # fmt: skip
+    assert (second["part"], second["loss"], second["perplexity"]) == ("code", None, None)
+
+
+def test_an_evaluation_of_a_state_that_was_lost_is_not_shown(runner: Runner) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 10)
+    evaluate(attempt, 5, "holdout", 4.0)
+    evaluate(attempt, 10, "holdout", 3.0)
+    attempt.journal.generation(start(2, key(7, attempt=attempt.number), attempt.number))
+    attempt.journal.flush()
+    assert run_of(runner).status(0.0).last_evaluation_step == 5
+    evaluate(attempt, 7, "holdout", 3.5, generation=2)
+    assert run_of(runner).status(0.0).last_evaluation_step == 7
 
 
 @pytest.mark.parametrize(

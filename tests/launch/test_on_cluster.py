@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.launch.process import launch_report
-from orchestrator.launch.process.launch_report import next_commands, say_end, trained_again, wait_for_points
+from orchestrator.launch.process.launch_report import (
+    FolderAtEnd,
+    end_lines,
+    next_commands,
+    say_end,
+    trained_again,
+    wait_for_points,
+)
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.records.run_status import RunStatus
@@ -30,9 +39,31 @@ def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def test_a_launch_that_trained_nothing_promises_no_proof() -> None:
-    assert next_commands("runs/r", trained=False) == []
-    assert [line for line in next_commands("runs/r", trained=True) if "audit runs/r" in line]
+def test_a_launch_that_trained_nothing_promises_no_proof(tiny_config: Any) -> None:
+    job = parse_config(tiny_config({}))
+    assert end_lines(job, status(None, ended="done"), FolderAtEnd(run=True, point=False)) == [
+        "newest resume point: no resume point was written"
+    ]
+
+
+def commands(job: JobConfig, outcome: str, has_point: bool = True) -> list[str]:
+    """The commands that are proposed."""
+    head, *lines = next_commands(job, outcome, has_point=has_point)
+    assert head == ("next (the same command continues it):" if outcome == "stopped" else "next:")
+    assert all(f" {job.run.run_uri} " in line for line in lines)
+    return [line.split()[1] for line in lines]
+
+
+def test_what_is_proposed_fits_how_the_run_ended_and_what_it_has(tiny_config: Any) -> None:
+    plain = parse_config(tiny_config({}))
+    assert commands(plain, "done") == ["export", "points", "audit"]
+    assert commands(plain, "done", has_point=False) == ["points", "audit"]
+    assert commands(plain, "stopped") == ["points", "audit"]
+    assert commands(plain, "failed") == ["status", "logs"]
+    held_out = parse_config(tiny_config({"data.holdout": 0.01}))
+    assert commands(held_out, "done") == ["evaluate", "export", "points", "audit"]
+    everything = next_commands(plain, "done", has_point=True)
+    assert not [line for line in everything if "=" in line], "no value that fits no job"
 
 
 @pytest.mark.parametrize(("damaged", "said"), [(1, "steps 11 to 20 (10 of"), (2, "steps 11 to 30 (20 of")])
@@ -64,6 +95,7 @@ def test_an_end_names_the_newest_point_and_what_to_try_next(
     said, left = end_of(runner, ended, capsys)
     assert f"newest resume point: {uri}/points/{point}\n" in said
     assert f"orchestrator points {uri}" in said
+    assert f"orchestrator export {uri} OUT" in said
     assert left == point
 
 

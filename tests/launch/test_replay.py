@@ -101,8 +101,11 @@ def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_
     assert found.expected_digest == found.weights_digest == recorded[SAVED[2]]
     assert found.equal is True
     # the label 6 occurs twice
-    with raises(RefusedError, "command.ambiguous_step", "step 6", "2 times"):
+    with raises(RefusedError, "command.ambiguous_step", "step 6", "2 times", "a1:6 or a2:6"):
         orchestrator.open(trained_here).replay(6)
+    first = orchestrator.open(trained_here).replay("a1:6")
+    assert (first.step, first.name, first.from_point, first.steps_compared) == (6, "a1:6", None, 6)
+    assert (first.first_difference, first.weights_digest == recorded[SAVED[0]]) == (None, False)
     found = orchestrator.open(trained_here).replay(tokens=576)
     assert (found.step, found.weights_digest, found.equal) == (6, recorded[SAVED[0]], True)
 
@@ -161,11 +164,38 @@ def test_a_replay_says_how_far_it_is_and_not_at_every_step(
     assert said == [begin, *["step 9 of 10, 1 step trained again so far"] * told]
 
 
+def test_a_label_that_occurs_twice_is_named_with_its_attempt_by_every_command(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, place, new = orchestrator.open(example), str(example), str(example.parent / "new")
+    for words in (["replay", place], ["rewind", place], ["fork", place, new]):
+        with exits(2):
+            main([*words, "--step", "6"])
+        assert "a1:6 or a2:6" in capsys.readouterr().err, words
+    with exits(0):
+        main(["replay", place, "--step", "a2:6"])
+    (first, *_) = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"step a2:6: {SAVED[0]} is that state")
+    found = run.replay("a2:6")
+    assert (found.step, found.name, found.from_point, found.equal) == (6, "a2:6", SAVED[0], True)
+    assert run.replay("10").name == "10", "no other step has this label"
+    assert run.at("a2:6").cursor.consumed_tokens == 576
+    plan = run.rewind(step="a2:6", agree=lambda plan: False)
+    assert (plan.point, plan.steps_before, plan.wanted) == (SAVED[0], 0, "step a2:6")
+    with raises(RefusedError, "point.none_before", "step a1:6", SAVED[0]):
+        run.fork(new, step="a1:6")
+    with raises(RefusedError, "command.beyond_history", "step a3:6"):
+        run.replay("a3:6")
+
+
 def test_a_step_that_is_no_whole_number_is_refused(example: Path) -> None:
     run: Any = orchestrator.open(example)
-    for wrong in ("x", 9.0, True):
+    for wrong in (9.0, True):
         with raises(RefusedError, "command.not_whole_number", f"step is {wrong!r}"):
             run.at(step=wrong)
+    for text in ("x", "", "a2:", "a2:6:8", "-1"):
+        with raises(RefusedError, "command.step_form", repr(text)):
+            run.at(step=text)
     with raises(RefusedError, "command.not_whole_number", "tokens is '9'"):
         run.rewind(tokens="9")
 

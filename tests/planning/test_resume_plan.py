@@ -10,11 +10,11 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
-from orchestrator.planning.resume.data_progress import KnownEpochs
+from orchestrator.planning.resume.data_progress import KnownEpochs, sources_seen
 from orchestrator.planning.resume.identity import stream_settings
 from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records.cursor import Cursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey
 from tests.planning.identities import BEFORE, IDENTITY
 from tests.planning.jobs import job
@@ -125,6 +125,13 @@ def test_a_label_that_is_not_the_count_of_steps_stays_where_the_shape_stays():
     # after an earlier change of shape the label need not be what this shape would have needed
     moved = replace(POINT, key=StateKey(attempt=4, generation=1, step=70))
     assert resumed(point=moved).step_after == 70
+
+
+def test_a_label_that_is_counted_anew_is_explained_with_the_tokens_that_stay():
+    assert resumed().label_text == "step label 55 -> 55"
+    changed = resumed("train.global_batch_size=20")
+    assert changed.label_text.startswith("step label 55 -> 44: labels count steps of the new size")
+    assert f" {55 * STEP:,} tokens" in changed.label_text
 
 
 def test_a_stop_that_is_reached_is_a_resume_with_nothing_left():
@@ -307,6 +314,24 @@ def test_a_point_of_a_version_that_had_model_dtype_continues_with_the_same_weigh
 def test_a_user_who_changes_the_learning_rate_sees_it_jump_and_only_then():
     plan = resumed("train.lr=0.002")
     assert plan.lr_after == pytest.approx(2 * plan.lr_before)
+
+
+@pytest.mark.parametrize(
+    ("at", "num_blocks", "said"),
+    [
+        ({}, 5, "0.00 epochs"),
+        ({"record": 3}, 5, "in the 1st of 5 blocks of its 1st epoch"),
+        ({"epoch": 1, "block": 2, "token": 7}, 5, "in the 3rd of 5 blocks of its 2nd epoch"),
+        ({"epoch": 1, "block": 2}, 5, "1.40 epochs"),
+        ({"epoch": 11, "piece": 1}, 1, "in its 12th epoch"),
+        ({"epoch": 2, "block": 22, "packs": 1}, 49, "in the 23rd of 49 blocks of its 3rd epoch"),
+        ({"epoch": 1, "block": 500, "record": 1}, 1000, "1.50 epochs"),
+    ],
+)
+def test_a_source_is_in_a_block_of_an_epoch_not_between_two_numbers(at, num_blocks, said):
+    cursor = Cursor(consumed_samples=4, consumed_tokens=64, sources={"a": SourceCursor(**at)})
+    (seen,) = sources_seen(cursor, {"a": 1}, {"a": num_blocks})
+    assert str(seen) == f"source a: 64 tokens in 4 samples seen, {said}"
 
 
 def test_the_points_facts_survive_their_json():

@@ -4,6 +4,7 @@ after a change of the batch."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_a_point_has_the_numbers_that_its_run_had() -> None:
             now = there[row.part]
             assert (row.loss, row.perplexity, row.targets) == (now.loss, now.perplexity, now.targets)
             assert (row.samples, row.per_source) == (7, now.per_source)
+
+
+def test_evaluations_are_seen_in_status_and_in_plots(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = orchestrator.open("example")
+    found = run.evals()
+    newest = found[found.step == 7]
+    seen = run.status(0.0)
+    assert (seen.last_evaluation_step, [at.part for at in seen.last_evaluation]) == (7, ["held", "other"])
+    assert [at.loss for at in seen.last_evaluation] == newest.loss.tolist()
+    figure = run.plot("eval_held_loss", "eval_other_perplexity")
+    assert list(figure.axes[0].lines[0].get_ydata())[-1] == newest.loss.tolist()[0]
+    with exits(0):
+        main(["evaluate", "example"])
+    held, *_ = capsys.readouterr().out.splitlines()
+    assert f"loss {newest.loss.tolist()[0]!r}  perplexity" in held
+    said = "".join(path.read_text() for path in sorted(trained.glob("logs-1/*")))
+    for part in ("held", "other"):
+        line = rf"eval {part} at step 7: loss \d\.\d{{4}}, perplexity .*, 7 samples, "
+        assert len(re.findall(line, said)) == 1
 
 
 def test_the_time_of_evaluations_is_a_part_of_its_own() -> None:

@@ -218,14 +218,22 @@ class Meter:
         tokens = self._tokens.get(said["step"])
         if tokens is None:
             return None
-        of_sources = {f"{name}_loss": value for name, value in said["per_source"].items()}
-        found = {"loss": said["loss"], "perplexity": said["perplexity"], **of_sources, **said["metrics"]}
-        values = {
-            re.sub(r"\W", "_", f"eval_{said['part']}_{name}"): value
-            for name, value in found.items()
-            if value is not None
-        }
+        values = eval_values(said)
         return Sample(values=values, tokens=tokens, evaluated_at=now) if values else None
+
+
+def eval_values(said: Mapping[str, Any]) -> dict[str, float]:
+    """The known values of an evaluated part by the names that loggers have, `eval_<part>_<name>`.
+
+    `said` has the fields of `records.evals.EvalRecord`.
+    """
+    of_sources = {f"{name}_loss": value for name, value in said["per_source"].items()}
+    found = {"loss": said["loss"], "perplexity": said["perplexity"], **of_sources, **said["metrics"]}
+    return {
+        re.sub(r"\W", "_", f"eval_{said['part']}_{name}"): value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def metrics_table() -> str:

@@ -8,12 +8,14 @@ state of the run into one sentence, and `level` is its urgency: ok, warn, bad, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from orchestrator.history import sentences
 from orchestrator.planning.batches import Remaining, remaining
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.evals import EvalRecord
 from orchestrator.text import count, span, steps
 
 # the states of a run; `open`: it has not ended, and it was not watched long enough to tell if it is alive
@@ -206,6 +208,51 @@ class NewestStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedPart:
+    """The evaluation of one part. `loss` and `perplexity` are None as in `records.evals.EvalRecord`."""
+
+    part: str
+    loss: float | None
+    perplexity: float | None
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewestEvaluation:
+    """The newest state of the history that was evaluated, and its parts in order. `t`: of the last one."""
+
+    step: int
+    t: float
+    parts: tuple[EvaluatedPart, ...]
+
+
+_OF_EVAL = frozenset(each.name for each in fields(EvalRecord))
+
+
+def eval_record(line: Mapping[str, Any]) -> EvalRecord:
+    """The evaluation of a line of the journal. Raises `TypeError` if a field is missing."""
+    return EvalRecord(**{name: value for name, value in line.items() if name in _OF_EVAL})
+
+
+def newest_evaluation(records: Iterable[tuple[EvalRecord, float]]) -> NewestEvaluation | None:
+    """Returns the evaluation of the newest state in the history's `records`, oldest first, each with its
+    time. Of a part that was evaluated twice the last result counts.
+    """
+    found, newest = list(records), dict[str, tuple[EvalRecord, float]]()
+    for record, t in found:
+        if record.key == found[-1][0].key:
+            newest.pop(record.part, None)
+            newest[record.part] = record, t
+    if not newest:
+        return None
+    names = [each.name for each in fields(EvaluatedPart)]
+    parts = ({name: getattr(record, name) for name in names} for record, _ in newest.values())
+    last, t = found[-1]
+    return NewestEvaluation(step=last.step, t=t, parts=tuple(EvaluatedPart(**part) for part in parts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
     """The run waits since `t`: `there` workers are ready, and it needs at least `needed`."""
 
@@ -237,8 +284,8 @@ class RunSnapshot:
     known that the history never had one, `quarantined` those marked as damaged.
 
     Of the journal: `generation`, `step`, `wanted` (the number of workers that the job asks for), `shortage`,
-    `tokens_per_s` over the newest `RECENT_STEPS` steps, `risk`, the newest `fault`, `last_sign` (the newest
-    line or sign of life) and `since` (when the run's state began).
+    `tokens_per_s` over the newest `RECENT_STEPS` steps, `risk`, the newest `evaluation` of the history, the
+    newest `fault`, `last_sign` (the newest line or sign of life) and `since` (when the run's state began).
 
     `missing` names what is seen to be gone of the run's folder (see `status.missing`).
     """
@@ -265,6 +312,7 @@ class RunSnapshot:
     shortage: Shortage | None = None
     tokens_per_s: float | None = None
     risk: Risk | None = None
+    evaluation: NewestEvaluation | None = None
     fault: NewestFault | None = None
     last_sign: float | None = None
     since: float | None = None

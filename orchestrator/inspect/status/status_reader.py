@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -40,12 +40,14 @@ from orchestrator.inspect.status.snapshot import (
     Risk,
     RunSnapshot,
     Shortage,
+    newest_evaluation,
     speed,
 )
 from orchestrator.inspect.status.tail import Tail, newest_generation, read_tail
 from orchestrator.inspect.status.view import Quiet, RunView, view_of
 from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_at
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.evals import EvalRecord
 
 
 # Determines for a quick look which steps in a run's journal are no longer steps of the run.
@@ -148,7 +150,8 @@ class SnapshotReader:
             snapshot, missing=missing, has_no_point=no_point, watched_s=watched_s, watch_s=watch_s
         )
         skipped = parent is not None and parent.skip is not None
-        return _with_journal(snapshot, tail, is_counted=not skipped)
+        snapshot = _with_journal(snapshot, tail, is_counted=not skipped)
+        return replace(snapshot, evaluation=newest_evaluation(_on_history(tail, parent)))
 
     def _generation_of(self, step: dict[str, Any]) -> dict[str, Any] | None:
         begun = self._begun
@@ -252,6 +255,29 @@ def _with_journal(snapshot: RunSnapshot, tail: Tail, is_counted: bool) -> RunSna
     if snapshot.state in (GONE, OPEN):
         return replace(snapshot, since=snapshot.last_sign)
     return replace(snapshot, since=shortage.t) if snapshot.state == WAITING and shortage else snapshot
+
+
+def _on_history(tail: Tail, parent: ClaimParent | None) -> Iterator[tuple[EvalRecord, float]]:
+    """Yields the evaluations of states of the history, oldest first.
+
+    The history is followed backwards: from the newest generation of the newest attempt, or from the state
+    that this attempt continues if it has formed none, to the state that each generation continues.
+    """
+    newest = max((id_ for id_ in tail.parents if parent is None or id_[0] == parent.attempt), default=None)
+    last: dict[tuple[int, int], float] = {}  # the label of the last state of each generation
+    if newest is not None:
+        last[newest], at = math.inf, tail.parents[newest]
+    else:
+        at = parent.parent if parent is not None else None
+    while at is not None:
+        id_ = at.attempt, at.generation
+        last[id_], at = at.step, tail.parents.get(id_)
+    for record, t in reversed(tail.evaluations):
+        is_own = parent is None or record.attempt >= parent.attempt
+        id_ = record.attempt, record.generation
+        # what lies before the beginning of the only generation that was read is of that generation
+        if record.step <= last.get(id_, math.inf if is_own and newest is None else -1):
+            yield record, t
 
 
 def _generation(tail: Tail) -> NewestGeneration | None:

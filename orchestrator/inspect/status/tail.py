@@ -1,4 +1,4 @@
-"""The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
+"""The newest part of a run's journal: the last steps, group, evaluation, fault and point.
 
 For a look at a run of any length: it reads at least the newest 16 MiB, where there are so many, and at most
 about twice that, and checks only the lines that it shows; proofs read the whole journal (`journal_reader`).
@@ -19,9 +19,11 @@ from orchestrator.history.journal.journal_lines import lines_backwards
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP
 from orchestrator.history.journal.line_format import EventKind, LaterLineError, parse_line
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES
-from orchestrator.inspect.status.snapshot import RECENT_STEPS, NewestFault
+from orchestrator.inspect.status.snapshot import RECENT_STEPS, NewestFault, eval_record
 from orchestrator.json_form import decode
+from orchestrator.records.evals import EvalRecord
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 
 # Least size of the read segments. Normally that is about two full ones, but failed writes may have left small
@@ -48,9 +50,11 @@ class Tail:
 
     `gone` are the members that the newest generation has lost since it was formed, or who have left it.
     `waiting` is the newest message since then on too few workers, `joins` each member's newest join. `fates`
-    are the events of points (kind and fields). `whole_from` is the attempt from which on the journal was read
-    completely (0: all of it). `wrote`: when the newest line was written. `damaged`: the newest file, in what
-    was read, with a line that differs from what was written; empty if there is none.
+    are the events of points (kind and fields). `evaluations` have their times, and may be of states that were
+    lost since. `parents` is what each generation (attempt, number) continues. `whole_from` is the attempt
+    from which on the journal was read completely (0: all of it). `wrote`: when the newest line was written.
+    `damaged`: the newest file, in what was read, with a line that differs from what was written; empty if
+    there is none.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -61,6 +65,8 @@ class Tail:
     faults: list[dict[str, Any]] = field(default_factory=list)
     joins: dict[str, dict[str, Any]] = field(default_factory=dict)
     point: dict[str, Any] | None = None
+    evaluations: list[tuple[EvalRecord, float]] = field(default_factory=list)
+    parents: dict[tuple[int, int], StateKey | None] = field(default_factory=dict)
     fates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     whole_from: int = 0
     wrote: str | None = None
@@ -72,7 +78,7 @@ class Tail:
         if not self.faults:
             return None
         line = self.faults[0]
-        return NewestFault(text=self._sentence(line), t=datetime.fromisoformat(line["time"]).timestamp())
+        return NewestFault(text=self._sentence(line), t=_stamp(line))
 
     def _sentence(self, line: dict[str, Any]) -> str:
         kind = line["kind"]
@@ -171,10 +177,8 @@ def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
 
 
 def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
-    if kind == STEP:
-        tail.steps.append(line)
-    elif kind == GENERATION:
-        tail.generation = tail.generation or line
+    if kind in (STEP, GENERATION, EventKind.EVALUATED):
+        _take_state(tail, kind, line)
     elif kind == EventKind.GROUP_FORMED:
         change = _change(line)
         tail.wanted = tail.wanted or change.wanted
@@ -196,6 +200,22 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.waiting = tail.waiting or line
     elif kind == EventKind.CLOCK_JUMPED or (kind in _FAULTS and line.get("reason")):
         tail.faults.append(line)
+
+
+def _take_state(tail: Tail, kind: str, line: dict[str, Any]) -> None:
+    """Takes a line about a state: that it was trained, continued or evaluated."""
+    if kind == STEP:
+        tail.steps.append(line)
+    elif kind == GENERATION:
+        tail.generation = tail.generation or line
+        parent = decode(StateKey, line["parent"]) if line["parent"] is not None else None
+        tail.parents.setdefault((line["attempt"], line["generation"]), parent)
+    else:
+        tail.evaluations.append((eval_record(line), _stamp(line)))
+
+
+def _stamp(line: dict[str, Any]) -> float:
+    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 def _fault_of_loss(line: dict[str, Any]) -> list[dict[str, Any]]:

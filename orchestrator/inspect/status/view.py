@@ -16,6 +16,7 @@ from orchestrator.inspect.status.snapshot import (
     GONE,
     OVER,
     STILL_S,
+    EvaluatedPart,
     NewestGeneration,
     RunSnapshot,
     verdict,
@@ -32,9 +33,10 @@ LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, 
 class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
-    step. `layout`: how the newest group holds the state. `skipped_documents` and `left_out_documents`
-    (`filtered` by transforms, `held_out`, too `long`, `unpacked`: without a target) are those up to
-    `newest_point`, by source. `missing` names what is seen to be gone of the run's folder
+    step. `layout`: how the newest group holds the state. `last_evaluation`: the parts of the newest state
+    that was evaluated, which is that after `last_evaluation_step`. `skipped_documents` and
+    `left_out_documents` (`filtered` by transforms, `held_out`, too `long`, `unpacked`: without a target) are
+    those up to `newest_point`, by source. `missing` names what is seen to be gone of the run's folder
     (`status.missing`); `quarantined` are the points that are marked as damaged, of which none counts as
     `newest_point`.
     """
@@ -62,6 +64,9 @@ class RunView:
     newest_point_at: str | None
     newest_point_age_s: float | None
     num_points: int
+    last_evaluation: tuple[EvaluatedPart, ...]
+    last_evaluation_step: int | None
+    last_evaluation_at: str | None
     last_fault: str | None
     last_fault_at: str | None
     reason: str
@@ -100,7 +105,7 @@ def view_of(run: str, snapshot: RunSnapshot, now: datetime, quiet_s: Quiet = not
     """Returns the view of a run. `quiet_s` computes the field of this name. It is called with the view before
     its sentence is made, and with the newest generation.
     """
-    step, point, fault = snapshot.step, snapshot.point, snapshot.fault
+    step, point, fault, evaluation = snapshot.step, snapshot.point, snapshot.fault, snapshot.evaluation
     cursor, generation = snapshot.cursor, snapshot.generation
     view = RunView(
         run=run,
@@ -126,6 +131,9 @@ def view_of(run: str, snapshot: RunSnapshot, now: datetime, quiet_s: Quiet = not
         newest_point_at=_text(snapshot.point_t) if snapshot.point_t is not None else None,
         newest_point_age_s=_age(snapshot.point_t, now) if snapshot.point_t is not None else None,
         num_points=snapshot.num_points,
+        last_evaluation=evaluation.parts if evaluation else (),
+        last_evaluation_step=evaluation.step if evaluation else None,
+        last_evaluation_at=_text(evaluation.t) if evaluation else None,
         last_fault=fault.text if fault else None,
         last_fault_at=_text(fault.t) if fault else None,
         reason=snapshot.reason,
@@ -217,6 +225,9 @@ def status_lines(view: RunView) -> list[str]:
         lines.append(f"  state       {view.layout}")
     if view.eta_s is not None:
         lines.append(f"  done in     about {span(view.eta_s)}")
+    if view.last_evaluation_step is not None:
+        when = moment(view.last_evaluation_at, None)
+        lines.append(f"  last eval   {view.last_evaluation_step:,}  {_evaluation(view)}  {when}")
     point = view.newest_point or "none"
     when = moment(view.newest_point_at, view.newest_point_age_s)
     lines.append(f"  last point  {point}  {when}".rstrip())
@@ -237,16 +248,26 @@ def moment(time: str | None, age_s: float | None) -> str:
     return f"{text}, {span(age_s)} ago" if age_s is not None else text
 
 
+def _evaluation(view: RunView) -> str:
+    """The values of the evaluated parts: `holdout: loss 3.2102, perplexity 24.78; code: loss 2.9100`."""
+    parts = view.last_evaluation
+    return "; ".join(f"{at.part}: {sentences.eval_values(at.loss, at.perplexity)}" for at in parts)
+
+
 def status_html(view: RunView) -> str:
     """The same as a piece of static HTML."""
     speed = None if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens/s"
     step = "" if view.step is None else f"{view.step:,}"
     if view.step is not None and view.total_steps is not None:
         step += f" of {view.total_steps:,}"
+    evaluated = None
+    if view.last_evaluation_step is not None:
+        evaluated = f"step {view.last_evaluation_step:,}, {_evaluation(view)}"
     pairs = [
         ("last step", step),
         ("loss", view.loss),
         ("speed", speed),
+        ("last evaluation", evaluated),
         ("workers", view.workers and f"{view.workers} of {view.workers_wanted or view.workers}"),
         ("state", view.layout),
         ("done in", view.eta_s and f"about {span(view.eta_s)}"),

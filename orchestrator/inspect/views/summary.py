@@ -24,6 +24,7 @@ from orchestrator.inspect.status.snapshot import (
     RECENT_STEPS,
     STARTING,
     WAITING,
+    NewestEvaluation,
     NewestFault,
     NewestGeneration,
     NewestStep,
@@ -31,8 +32,10 @@ from orchestrator.inspect.status.snapshot import (
     RunSnapshot,
     Shortage,
     Standing,
+    eval_record,
     level,
     missing_text,
+    newest_evaluation,
     speed,
     verdict,
 )
@@ -44,6 +47,7 @@ from orchestrator.inspect.views.incidents import brief, happenings, waiting_now
 from orchestrator.inspect.views.points_table import deleted, newest_healthy, table
 from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.evals import EvalRecord
 
 
 def run_snapshot(facts: RunFacts) -> RunSnapshot:
@@ -77,6 +81,7 @@ def run_snapshot(facts: RunFacts) -> RunSnapshot:
         shortage=Shortage(there=waits["there"], needed=waits["needed"], t=waits["t"]) if waits else None,
         tokens_per_s=_tokens_per_s(facts),
         risk=_tokens_at_risk(facts, (point.consumed_tokens or 0) if point is not None else 0),
+        evaluation=newest_evaluation(_evaluations(facts)),
         fault=NewestFault(text=faults[-1]["text"], t=faults[-1]["t"]) if faults else None,
         last_sign=(None if end is not None else life.last_sign) or facts.wrote(number) or facts.created,
         missing=facts.pieces,
@@ -145,6 +150,18 @@ def _step(facts: RunFacts) -> NewestStep | None:
         lr=lr if math.isfinite(lr) else None,
         t=float(history["t"][-1]),
     )
+
+
+def _evaluations(facts: RunFacts) -> list[tuple[EvalRecord, float]]:
+    """The evaluations of the newest evaluated state of the history, oldest first, with their times."""
+    found: list[tuple[EvalRecord, float]] = []
+    for event in reversed(facts.events(EventKind.EVALUATED)):
+        record = eval_record(event.fields)
+        if found and record.key != found[0][0].key:
+            break
+        if found or facts.path.lineage.has_state(record.key):
+            found.append((record, event.t))
+    return found[::-1]
 
 
 def _tokens_per_s(facts: RunFacts) -> float | None:
@@ -249,10 +266,21 @@ def row(name: str, at: RunSnapshot, now: float) -> Row:
             "eta_s": at.eta_s,
         },
         "speed": {"tokens_per_s": short(at.tokens_per_s)},
+        "last_eval": _last_eval(at.evaluation),
         "risk": risk and {"tokens": risk.tokens, "steps": risk.steps, "seconds": risk.seconds},
         "point": key and {"name": at.point, "step": key.step, "t": at.point_t},
         "points": {"total": at.num_points},
     }
+
+
+def _last_eval(at: NewestEvaluation | None) -> Row | None:
+    if at is None:
+        return None
+    parts = [
+        {"part": each.part, "loss": short(each.loss, 6), "perplexity": short(each.perplexity, 6)}
+        for each in at.parts
+    ]
+    return {"step": at.step, "t": at.t, "parts": parts}
 
 
 def _speed(facts: RunFacts) -> Row:

@@ -17,6 +17,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.sentences import count
+from orchestrator.history.step_names import StepName, ambiguous_step
 from orchestrator.records.points import Damage
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.parallel import at_once
@@ -27,18 +28,23 @@ LATEST = "latest"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointQuery:
     """The requested point: exactly one of its name (or `latest`), or the last step, sample or token before
-    it.
+    it. `step`: a label, or the name of a step (`250`, `a2:250`).
     """
 
     point: str | None = None
-    step: int | None = None
+    step: int | str | None = None
     samples: int | None = None
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `RefusedError` unless exactly one is set, and for a value that is no whole number."""
+        """Raises `RefusedError` unless exactly one is set, for a number that is not whole, and a text that
+        names no step.
+        """
         for name in ("step", "samples", "tokens"):
             value = getattr(self, name)
+            if name == "step" and isinstance(value, str):
+                StepName.parse(value)
+                continue
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
                 raise RefusedError(
                     f"{name} is {value!r}, which is not a whole number; give one, e.g. {name}=100",
@@ -55,15 +61,23 @@ class PointQuery:
     def __str__(self) -> str:
         if self.point is not None:
             return self.point
-        if self.step is not None:
-            return f"step {self.step:,}"
+        if (named := self.named_step) is not None:
+            return f"step {named.label:,}" if named.attempt is None else f"step {named}"
         return f"{self.samples:,} samples" if self.samples is not None else f"{self.tokens:,} tokens"
+
+    @property
+    def named_step(self) -> StepName | None:
+        """The name of the requested step; None if something else is requested."""
+        if self.step is None:
+            return None
+        return StepName.parse(self.step) if isinstance(self.step, str) else StepName(label=int(self.step))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """A place in a run's history."""
+    """A place in a run's history, after a step that `attempt` counted."""
 
+    attempt: int
     step: int
     samples: int
     tokens: int
@@ -138,12 +152,19 @@ def planned(run: str, found: PointMatch, wanted: PointQuery) -> dict[str, Any]:
 
 def place(point: Point) -> Position:
     """The position of a point."""
-    cursor = point.cursor
-    return Position(step=point.key.step, samples=cursor.consumed_samples, tokens=cursor.consumed_tokens)
+    key, cursor = point.key, point.cursor
+    return Position(
+        attempt=key.attempt, step=key.step, samples=cursor.consumed_samples, tokens=cursor.consumed_tokens
+    )
 
 
 def _place_of(record: StepRecord) -> Position:
-    return Position(step=record.step, samples=record.consumed_samples, tokens=record.consumed_tokens)
+    return Position(
+        attempt=record.attempt,
+        step=record.step,
+        samples=record.consumed_samples,
+        tokens=record.consumed_tokens,
+    )
 
 
 def wanted_place(
@@ -151,8 +172,8 @@ def wanted_place(
 ) -> Position | None:
     """The last place of the history that `wanted` allows; None if a point is named.
 
-    A step is a label: if attempts have given two steps the same label (another batch size, data rule 18) it
-    is refused. Raises `RefusedError` for a place that the history does not have, also for one beyond its end.
+    If attempts have given two steps the same label (another batch size, data rule 18), the label alone is
+    refused. Raises `RefusedError` for a place that the history does not have, also for one beyond its end.
     """
     if wanted.point is not None:
         return None
@@ -163,17 +184,13 @@ def wanted_place(
     if not places:
         raise RefusedError(f"{wanted}: this run has trained nothing yet", code="run.nothing_trained")
     before = [place for place in places if place.allows(wanted)]
-    alike = [place for place in places if place.step == wanted.step]
-    if len(alike) > 1:
-        tokens = " and ".join(f"{place.tokens:,}" for place in alike)
-        raise RefusedError(
-            f"{wanted} occurs {len(alike)} times in the run's history, because the batch size or seq_len "
-            f"changed: at {tokens} tokens; give a number of tokens instead of the step",
-            code="command.ambiguous_step",
-        )
+    named = wanted.named_step
+    alike = [] if named is None else [place for place in places if named.means(place)]
+    if named is not None and len(alike) > 1:
+        raise ambiguous_step(named, alike)
     first, last = places[0], places[-1]
     beyond = (wanted.samples or 0) > last.samples or (wanted.tokens or 0) > last.tokens
-    if not before or beyond or (wanted.step is not None and not alike):
+    if not before or beyond or (named is not None and not alike):
         raise RefusedError(
             f"{wanted}: the run's history goes from step {first.step:,} ({first.samples:,} samples, "
             f"{first.tokens:,} tokens) to step {last.step:,} ({last.samples:,} samples, {last.tokens:,} "

@@ -112,7 +112,8 @@ def _state_text(job: JobConfig, size: ModelSize, layout: Layout, held: WorkerMem
     if state == 2 * trained and job.train.ema is None:
         text += f" × 4 for weights, gradients and {_optimizer_label(job)}"
     else:
-        text += f" × 2 for weights and gradients + {gib(state * dtype_bytes)} for {_optimizer_label(job)}"
+        text += " × 2 for weights and gradients"
+        text += f" + {gib(state * dtype_bytes)} for {_optimizer_label(job)}" if state else ""
     text += f" + {size.frozen:,} frozen × {dtype_bytes}" if size.frozen else ""
     if layout.num_shards > 1:
         text += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
@@ -170,10 +171,15 @@ def _optimizer_size(job: JobConfig, size: ModelSize) -> OptimizerSize:
 
 
 def _optimizer_label(job: JobConfig) -> str:
-    """The optimizers as messages name them; of a plug-in nothing is known before it is tried."""
+    """What keeps state that is counted, as messages name it; empty if that is only a plug-in."""
     names = [{"adamw": "AdamW"}.get(each, each) for each in _optimizers(job)]
-    names = [f"{name} (not counted)" if ":" in name else name for name in names]
+    names = [name for name in names if ":" not in name]
     return " and ".join(names if job.train.ema is None else [*names, "averaged weights"])
+
+
+def _uncounted(job: JobConfig) -> str:
+    """The plug-in optimizers, whose state no estimate has; empty if there are none."""
+    return " and ".join(name for name in _optimizers(job) if ":" in name)
 
 
 def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:
@@ -182,7 +188,7 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
 
     `one_machine`: see `needs_of`.
     """
-    cluster, found = job.cluster, []
+    cluster, label, found = job.cluster, _optimizer_label(job), []
     where = "on its GPU" if cluster.use_gpu else f"beside {gib(_WORKER_BYTES)} for the process"
     for world in sorted({cluster.start_workers, cluster.max_workers}):
         layout = layout_of(world, num_shards)
@@ -192,7 +198,7 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
         parts = [
             f"weights {gib(held.weights)}",
             f"gradients {gib(held.gradients)}",
-            f"{_optimizer_label(job)}{f' {gib(held.moments)}' if held.moments else ''}",
+            *([f"{label} {gib(held.moments)}" if held.moments else label] if label else []),
         ]
         if layout.num_shards > 1:
             parts.append(f"gathered blocks {gib(held.gathered)}")
@@ -207,11 +213,13 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
             reforming = f"; {gib(held.peak)} while workers come or go"
         whole = num_shards is None or world % num_shards == 0
         why = "" if whole else f", for {num_shards} shards do not divide {world} workers: one shard each"
+        plug_ins = _uncounted(job)
+        uncounted = f", and beside the state of {plug_ins}, which is not in this sum" if plug_ins else ""
         points = _memory_points(job, layout, held, one_machine)
         copies = f", memory points in {gib(points)}" if points else ""
         found.append(
             f"memory of a worker of {world} ({layout_text(layout)}{why}), at least: {', '.join(parts)}; "
-            f"{gib(held.training)} of it at once {where}{reforming}; a save is staged in "
+            f"{gib(held.training)} of it at once {where}{uncounted}{reforming}; a save is staged in "
             f"{gib(held.staged)}{copies} of the machine's memory: one save at a time, so that slow storage "
             "delays the next one and takes no more"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,7 +37,7 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
     else:
         say(
             f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
-            f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
+            f"{plan.consumed_samples}, {plan.label_text}"
         )
     if attempt.found.lifted and attempt.point is not None:
         say(f"note: {attempt.point.name} is intact again and no longer quarantined")
@@ -179,7 +179,7 @@ def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunSto
         left = asked.answer(END_LOOK_S) or f"storage has not answered for {END_LOOK_S:.0f} s"
     except OrchestratorError as error:
         left = str(error)
-    for line in end_lines(job.run.run_uri, status, left):
+    for line in end_lines(job, status, left):
         progress.say(line)
     return replace(status, newest_point=None) if isinstance(left, FolderAtEnd) and not left.point else status
 
@@ -192,9 +192,9 @@ def _look_at_end(store: RunStore, run_id: str, point: str | None) -> FolderAtEnd
     )
 
 
-def end_lines(uri: str, status: RunStatus, left: FolderAtEnd | str) -> list[str]:
+def end_lines(job: JobConfig, status: RunStatus, left: FolderAtEnd | str) -> list[str]:
     """Where the results are, and what to try next. `left`: what exists, or why that is not known."""
-    point = f"{uri}/points/{status.newest_point}"
+    point = f"{job.run.run_uri}/points/{status.newest_point}"
     if status.newest_point is None:
         where = "no resume point was written"
     elif isinstance(left, str):
@@ -202,25 +202,47 @@ def end_lines(uri: str, status: RunStatus, left: FolderAtEnd | str) -> list[str]
     else:
         where = point if left.point else f"none, {point} is gone"
     trained = status.last_step is not None or status.newest_point is not None
-    there = isinstance(left, FolderAtEnd) and left.run
-    failed = status.ended == "failed"
-    return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there, failed=failed)]
+    lines = [f"newest resume point: {where}"]
+    if trained and isinstance(left, FolderAtEnd) and left.run:
+        lines += next_commands(job, status.ended, has_point=left.point)
+    return lines
 
 
-def next_commands(uri: str, *, trained: bool, failed: bool = False) -> list[str]:
-    """What to try next; empty if nothing was trained, or nothing is left."""
-    if not trained:
-        return []
-    uri = shlex.quote(uri)
-    if failed:
-        return [
-            "next:",
-            f"  orchestrator status {uri}     what it trained, and its last faults",
-            f"  orchestrator logs {uri}       what its workers printed",
-        ]
-    return [
-        "next:",
-        f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",
-        f"  orchestrator audit {uri}      whether every token was trained exactly once",
-        "  orchestrator plan CONFIG train.global_batch_size=24     what another batch size would do",
-    ]
+def next_commands(job: JobConfig, outcome: str | None, *, has_point: bool) -> list[str]:
+    """What to try next with a run that has trained. `has_point`: it has a resume point.
+
+    A run that is done has its weights measured and exported. One that has stopped is continued.
+    """
+    if outcome == "failed":
+        what = {"status": "what it trained, and its last faults", "logs": "what its workers printed"}
+        return ["next:", *_commands(job, what)]
+    what = {}
+    if outcome == "done" and has_point:
+        if _has_eval_data(job):
+            what["evaluate"] = "the loss of its newest point on data that are not trained"
+        what["export"] = _exported(job)
+    what["points"] = "the resume points, with a digest of the weights of each"
+    what["audit"] = "whether every token was trained exactly once"
+    return ["next:" if outcome == "done" else "next (the same command continues it):", *_commands(job, what)]
+
+
+def _commands(job: JobConfig, what: Mapping[str, str]) -> list[str]:
+    """A line for each command, with what it shows."""
+    uri = shlex.quote(job.run.run_uri)
+    typed = [f"orchestrator {name} {uri}{' OUT' if name == 'export' else ''}" for name in what]
+    width = max(map(len, typed))
+    return [f"  {words:<{width}}     {text}" for words, text in zip(typed, what.values(), strict=True)]
+
+
+def _has_eval_data(job: JobConfig) -> bool:
+    """Whether `evaluate` needs no other data than the job has."""
+    held_out = [job.data.holdout if at.holdout is None else at.holdout for at in job.data.sources]
+    return bool(job.eval.parts) or any(held_out)
+
+
+def _exported(job: JobConfig) -> str:
+    if job.model.lora is not None:
+        return "its adapters as a folder OUT that peft opens (--merged: the whole model)"
+    if job.model.factory is not None:
+        return "its weights as safetensors in a folder OUT"
+    return "its weights as a folder OUT that transformers opens"

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 class Replayed:
     """The result of a replay.
 
+    `step` is the label, `name` the name that only this step has (`105` or `a2:105`).
     `from_point` is null if it began with the first weights. `point` is the resume point that it made, in the
     run `fork`; null without `--to-point`. `expected_digest` is what the run recorded at that step (null:
     nothing), `equal` whether the weights have it (null: unknown). `first_difference` is the first of the
@@ -51,6 +52,7 @@ class Replayed:
 
     run: str
     step: int
+    name: str
     from_point: str | None
     point: str | None
     weights_digest: str
@@ -115,6 +117,7 @@ def replay(
     return Replayed(
         run=run or store.storage.root,
         step=history.target.step,
+        name=history.target_name,
         from_point=history.begin.name if history.begin else None,
         point=None,
         weights_digest=digest,
@@ -235,6 +238,7 @@ def _replayed(
     return Replayed(
         run=run or store.storage.root,
         step=target.step,
+        name=history.target_name,
         from_point=begin.name if begin else None,
         point=point.name if stays else None,
         fork=stays,

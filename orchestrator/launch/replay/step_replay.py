@@ -23,6 +23,7 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.lineage import skips_of
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.sentences import count
+from orchestrator.history.step_names import StepName, name_among
 from orchestrator.launch.branch.point_query import PointQuery, Position, place, wanted_place
 from orchestrator.planning import batches
 from orchestrator.planning.loss_policy import REFUSED, judge, window_of
@@ -68,6 +69,7 @@ class ReplayHistory:
         self.store, self.seen = store, survey(store)
         points = _readable(store, self.seen)
         self.target = _target(self.seen, wanted, points)
+        self.target_name = name_among(self.target, self.seen.lineage.records)
         self._at_target = [p for p in points if place(p).tokens == self.target.tokens]
         self.begin = self._begin(points)
         tokens = place(self.begin).tokens if self.begin else 0
@@ -175,8 +177,8 @@ def _readable(store: RunStore, seen: Survey) -> list[Point]:
 
 
 def _target(seen: Survey, wanted: PointQuery, points: Sequence[Point]) -> Position:
-    if wanted.step == 0 and not any(point.key.step == 0 for point in points):
-        return Position(step=0, samples=0, tokens=0)
+    if wanted.named_step == StepName(label=0) and not any(point.key.step == 0 for point in points):
+        return Position(attempt=0, step=0, samples=0, tokens=0)
     found = wanted_place(wanted, seen.lineage.records, points)
     assert found is not None, "no point is named"
     return found

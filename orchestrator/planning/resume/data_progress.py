@@ -132,8 +132,14 @@ class SourceSeen:
         )
 
     def _epochs_text(self) -> str:
+        """The epochs that have passed, or the block of an epoch in which the source is."""
         least, most = f"{self.epochs:.2f}", f"{self.epochs_at_most:.2f}"
-        return f"{least} epochs" if least == most else f"{least} to {most} epochs"
+        if least == most:
+            return f"{least} epochs"
+        num_blocks = round(1 / (self.epochs_at_most - self.epochs))
+        epoch, block = divmod(round(self.epochs * num_blocks), num_blocks)
+        where = "" if num_blocks == 1 else f"the {_ordinal(block + 1)} of {num_blocks:,} blocks of "
+        return f"in {where}its {_ordinal(epoch + 1)} epoch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +220,12 @@ def _passed(at: SourceCursor, num_blocks: int) -> tuple[float, float]:
     least = at.epoch + at.block / num_blocks
     begun = any((at.window, at.record, at.output, at.piece, at.token, at.packs))
     return least, at.epoch + (at.block + begun) / num_blocks
+
+
+def _ordinal(number: int) -> str:
+    """`1st`, `2nd`, `11th`."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
 def _share(parts: Mapping[str, int], name: str) -> float | None:

@@ -44,6 +44,7 @@ from orchestrator.planning.resume.identity import (
 from orchestrator.planning.resume.optimizer_change import OptimizerChange, optimizer_change
 from orchestrator.planning.resume.skipping import Skip, SkipDecision
 from orchestrator.planning.resume.source_lists import RestartDecision, SourceChange, SourceLists
+from orchestrator.planning.resume.training_notes import training_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage
@@ -225,6 +226,15 @@ class ResumePlan:
         )
 
     @property
+    def label_text(self) -> str:
+        """The step label before and after the start, and why they differ."""
+        text = f"step label {self.step_before} -> {self.step_after}"
+        if self.step_before in (None, self.step_after):
+            return text
+        tokens = f"{self.consumed_tokens:,} tokens"
+        return f"{text}: labels count steps of the new size, and both stand for {tokens}"
+
+    @property
     def headline(self) -> str:
         """What would happen, in a few words."""
         if self.action == "refuse":
@@ -333,6 +343,7 @@ def plan_resume(
         notes=(
             *world_size_notes(config, point.world_size if point else None),
             *end_notes(epochs, data_tokens),
+            *training_notes(config, epochs),
             *([changed.note] if changed else []),
             *_scaled_rate_note(config, budgets),
         ),

@@ -157,7 +157,7 @@ def test_status_and_the_page_know_the_same_of_a_run(job: JobConfig, data: DataSp
     random = Random(seed)
     run = LiveRun(ModelDisk(), job, data, keep_latest=random.choice([1, 2, 3]))
     run.launch()
-    num_compared = 0
+    num_compared = num_evaluations = 0
     for _ in range(40):
         run.anything(random)
         views = views_of(run.store)
@@ -165,12 +165,15 @@ def test_status_and_the_page_know_the_same_of_a_run(job: JobConfig, data: DataSp
         assert _shared(points_table.table(views.facts)) == _shared(point_rows(run.store, survey(run.store)))
         status = SnapshotReader(store=run.store).read(None, 0.0, page.watch_s)
         assert (status.number, status.point, status.missing) == (page.number, page.point, page.missing)
+        assert status.evaluation == page.evaluation
+        num_evaluations += page.evaluation is not None
         if page.step is not None and page.step.attempt == page.number:
             if status.point_t is None or page.cursor is None:  # its commit is in no journal
                 page = replace(page, point_t=status.point_t, cursor=status.cursor)
             assert replace(page, fault=None) == replace(status, fault=None)
             num_compared += 1
     assert num_compared
+    assert num_evaluations
 
 
 def _shared(rows: Sequence[PointRow]) -> list[PointRow]:

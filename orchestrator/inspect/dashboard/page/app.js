@@ -991,6 +991,15 @@ document.addEventListener('alpine:init', () => {
 			const g = this.run.goodput;
 			return PARTS.map(([k]) => ({ k, share: g.parts[k] / g.wall_s })).filter((p) => p.share > 0.0005);
 		},
+		evalText() {
+			const e = this.run.last_eval;
+			if (!e) return '';
+			const of = (p) =>
+				p.part +
+				(p.loss == null ? ' has no loss' : ' loss ' + p.loss.toFixed(4)) +
+				(p.perplexity == null ? '' : ', perplexity ' + p.perplexity.toFixed(2));
+			return 'Evaluated after step ' + int(e.step) + ': ' + e.parts.map(of).join('; ');
+		},
 		lossText() {
 			const l = this.run.loss;
 			return l.now == null
