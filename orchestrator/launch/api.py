@@ -31,6 +31,7 @@ from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.capacity import placement_check
 from orchestrator.launch.capacity.placement_check import with_known_shape
+from orchestrator.launch.process.launch_report import say_done_before
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
@@ -374,7 +375,7 @@ def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Pr
     """A stop that was reached before is no failure, and nothing is started for it."""
     assert plan.point is not None, "a resume has a point"
     reason = preview.stop_is_reached(job, plan)
-    progress.say(f"done: {reason}")
+    say_done_before(progress.say, job, reason)
     return RunResult(
         outcome="done",
         reason=reason,

@@ -174,7 +174,7 @@ def _lead(
         spec, plan, watched = _look(store, job, storage, progress.say)
         if preview.reached(plan):
             rendezvous.publish("decision", None)
-            progress.say(f"done: {preview.stop_is_reached(job, plan)}")
+            launch_report.say_done_before(progress.say, job, preview.stop_is_reached(job, plan))
             return None
     context = LaunchContext(
         job=job,

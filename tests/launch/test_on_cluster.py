@@ -17,6 +17,7 @@ from orchestrator.launch.process.launch_report import (
     FolderAtEnd,
     end_lines,
     next_commands,
+    say_done_before,
     say_end,
     trained_again,
     wait_for_points,
@@ -62,6 +63,9 @@ def test_what_is_proposed_fits_how_the_run_ended_and_what_it_has(tiny_config: An
     assert commands(plain, "failed") == ["status", "logs"]
     held_out = parse_config(tiny_config({"data.holdout": 0.01}))
     assert commands(held_out, "done") == ["evaluate", "export", "points", "audit"]
+    lines: list[str] = []
+    say_done_before(lines.append, held_out, "the stop is reached already")
+    assert lines == ["done: the stop is reached already", *next_commands(held_out, "done", has_point=True)]
     everything = next_commands(plain, "done", has_point=True)
     assert not [line for line in everything if "=" in line], "no value that fits no job"
 

@@ -208,6 +208,13 @@ def end_lines(job: JobConfig, status: RunStatus, left: FolderAtEnd | str) -> lis
     return lines
 
 
+def say_done_before(say: Callable[[str], None], job: JobConfig, reason: str) -> None:
+    """Reports a run that had reached its stop before this start, with its resume point, and what to try."""
+    say(f"done: {reason}")
+    for line in next_commands(job, "done", has_point=True):
+        say(line)
+
+
 def next_commands(job: JobConfig, outcome: str | None, *, has_point: bool) -> list[str]:
     """What to try next with a run that has trained. `has_point`: it has a resume point.
 

@@ -206,7 +206,7 @@ def retrained(history: ReplayHistory, say: Callable[[str], None]) -> Iterator[St
     try:
         begin = history.begin.name if history.begin else "the first weights"
         steps = count(len(history.records), "step")
-        say(f"training {steps} again, from {begin} to step {history.target.step:,}")
+        say(f"training {steps} again, from {begin} to step {history.target_name}")
         walk = StepReplayer(history, device)
         try:
             walk.go(say)
@@ -246,14 +246,16 @@ class StepReplayer:
 
     def go(self, say: Callable[[str], None]) -> None:
         """Trains up to the target. Reports its progress at most every `SAY_EVERY_S`."""
-        records, target, said = self._history.records, self._history.target.step, time.monotonic()
+        records, target, said = self._history.records, self._history.target_name, time.monotonic()
+        every_record = self._history.seen.lineage.records
         for done, record in enumerate(records, 1):
             self._change_to(record.attempt)
             self.state.cursor = self._history.carried(self.state.cursor, self._regime.sources)
             self._step(record)
             if done < len(records) and time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
-                say(f"step {record.step:,} of {target:,}, {count(done, 'step')} trained again so far")
+                name = name_among(record, every_record)
+                say(f"step {name} of {target}, {count(done, 'step')} trained again so far")
 
     def digest(self) -> str:
         """The digest of the current weights."""
