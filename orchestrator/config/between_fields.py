@@ -326,16 +326,6 @@ def _parallel(parallel: Any, numerics: str) -> _Wrong | None:
     )
 
 
-def _of_blocks(wanted: str, parallel: Any) -> _Wrong | None:
-    if wanted == "none" or parallel not in ("auto", "replicate"):
-        return None
-    return _Wrong(
-        _CONFLICT,
-        f"is {wanted}, which is for sharded models, and train.parallel={parallel}; set it to none, or "
-        "train.parallel=shard",
-    )
-
-
 # The arguments of the built-in objective: the values that each may have, and how that is said.
 _CAUSAL_LM: dict[str, tuple[Callable[[float], bool], str]] = {
     "z_loss": (lambda value: value >= 0, "a number >= 0"),
@@ -580,8 +570,6 @@ _RULES = (
     _Between(fields=("train.eps", "train.optimizer", "train.param_groups"), check=_eps),
     _Between(fields=("train.param_groups", "train.optimizer"), check=_param_groups),
     _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
-    _Between(fields=("train.compile", "train.parallel"), check=_of_blocks),
-    _Between(fields=("train.activation_checkpointing", "train.parallel"), check=_of_blocks),
     _Between(fields=("cluster.num_workers",), check=_range),
     _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
     _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),

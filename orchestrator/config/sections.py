@@ -560,13 +560,14 @@ class TrainConfig(Section):
     `{shard: n, replicate: m}`: n workers together, m times (HSDP); with a number of workers that n does not
     divide each holds a part of its own. `auto`: replicate where that fits in memory, else shard.
     """
-    compile: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
-    """`blocks`: each block of a sharded model is compiled by `torch.compile`, which takes up to minutes in
-    the first step of each process; last bits change.
+    compile: Annotated[Literal["auto", "none", "blocks"], may_change("auto, none or blocks")] = "auto"
+    """`blocks`: each block of the model is compiled by `torch.compile`, which takes up to minutes in the
+    first step of each process; last bits change. `auto`: on GPUs under fast numerics, if the model has
+    blocks that can be compiled.
     """
     activation_checkpointing: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
-    """`blocks`: activations inside each block of a sharded model are not kept for backward, but computed
-    again: less memory, about a third more work.
+    """`blocks`: activations inside each block of the model are not kept for backward, but computed again:
+    less memory, about a third more work.
     """
 
     def is_fast(self, use_gpu: bool) -> bool:

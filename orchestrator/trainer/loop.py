@@ -56,6 +56,7 @@ from orchestrator.trainer.interfaces.membership import Feed, Membership
 from orchestrator.trainer.interfaces.step_summary import RankContribution, RankTerms, StepSummary
 from orchestrator.trainer.loading.state_tensors import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
+from orchestrator.trainer.model.blocks import compiles
 from orchestrator.trainer.model.build_model import pick_device, set_determinism
 from orchestrator.trainer.model.model_flops import Utilisation
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
@@ -333,11 +334,11 @@ class _Trainer:
         limit_s = step_limit_s(
             self._job.collective_limit_s,
             self._records[-1].step_s if known else None,
-            may_compile=self._job.train.compile != "none",
+            may_compile=compiles(self._job.train, self._device.type == "cuda", self._job.invariant),
         )
         group.allow(limit_s)
-        # A rank that is still computing finds gloo closed. An NCCL collective can still be entered, and waits
-        # until its timeout.
+        # A rank that is still computing finds gloo closed. An NCCL collective that is entered afterwards may
+        # wait until its timeout.
         self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)
 
     # -------------------------------------------------------------------------------- a step

@@ -299,11 +299,6 @@ def test_a_refusal_has_a_code_the_values_and_what_to_do(override: str, code: str
     ("overrides", "values"),
     [
         (("parallel=shard", "numerics=invariant"), ["is 'shard'", "numerics=invariant", "numerics=fast"]),
-        (("parallel=auto", "compile=blocks"), ["train.compile is blocks", "train.parallel=auto"]),
-        (
-            ("parallel=replicate", "activation_checkpointing=blocks"),
-            ["train.activation_checkpointing is blocks", "train.parallel=replicate", "train.parallel=shard"],
-        ),
     ],
 )
 def test_a_refusal_of_fields_that_do_not_go_together_names_both(

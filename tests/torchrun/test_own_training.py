@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import orchestrator
 from tests.torchrun.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("forked")
+pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.timeout(1800)]
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format2"
-LIMIT_S = 240.0
+LIMIT_S = 600.0  # blocks are compiled in it
 MODEL = {
     "model_type": "llama",
     "vocab_size": 304,
@@ -45,6 +45,7 @@ OWN = {
         "model.frozen={wise: {pretrained: base}}",
         "train.optimizer=adafactor",
     ],
+    "compiled blocks": ["train.compile=blocks"],
     "adapters": [
         "model.config=null",
         "model.pretrained=base",

@@ -17,6 +17,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.loading.state_tensors import MODEL
+from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.train_state import TrainState
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of
@@ -143,3 +144,19 @@ def test_a_folder_without_weights_and_a_changed_file_are_refused(tmp_path: Path)
     path.write_bytes(data)
     with raises(ResumePointError, "point.damaged", "00000-of-00002.safetensors"):
         started(job({**FACTORY, "init_from": str(tmp_path / "run" / "points" / point.name)}))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("model", [{"config": LLAMA}, {"config": MIXTRAL}, {"config": TIED}])
+def test_a_member_that_needs_no_first_weights_draws_none(model: dict[str, Any], by_name: bool) -> None:
+    config = job(model)
+    state = TrainState(config.model, config.train, CPU, invariant=True, weights_by_name=by_name)
+    after = torch.get_rng_state()
+    torch.manual_seed(config.train.seed)
+    assert torch.equal(torch.get_rng_state(), after), "the seed was set, and nothing drawn"
+    state.initialise()
+    if not by_name:
+        expected = build_model(config.model, "float32", config.train.seed, CPU, True).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(state).items())
+    norm = weights(state)["model.norm.weight"]
+    assert torch.equal(norm, torch.ones_like(norm))

@@ -12,8 +12,8 @@ from torch import nn
 
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
+from orchestrator.trainer.model.blocks import blocks_of
 from orchestrator.trainer.model.build_model import build_model, emptied
-from orchestrator.trainer.state.fsdp_model import blocks_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from tests.raising import check_error, raises
 from tests.trainer.architectures import tiny
@@ -70,13 +70,14 @@ def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts
                 assert torch.allclose(found.state[name].double(), tensor.double(), atol=1e-4), name
 
 
-def test_activations_that_are_computed_again_change_no_bit():
-    job = tiny_job(train__numerics="fast", train__parallel="shard")
+@pytest.mark.parametrize(("parallel", "num_shards"), [("shard", None), ("replicate", 1)])
+def test_activations_that_are_computed_again_change_no_bit(parallel: str, num_shards: int | None) -> None:
+    job = tiny_job(train__numerics="fast", train__parallel=parallel)
     again = tiny_job(
-        train__numerics="fast", train__parallel="shard", train__activation_checkpointing="blocks"
+        train__numerics="fast", train__parallel=parallel, train__activation_checkpointing="blocks"
     )
-    kept = on_ranks(2, in_each_layout, job, [(2, None)], 3)[0][2, None]
-    found = on_ranks(2, in_each_layout, again, [(2, None)], 3)[0][2, None]
+    kept = on_ranks(2, in_each_layout, job, [(2, num_shards)], 3)[0][2, num_shards]
+    found = on_ranks(2, in_each_layout, again, [(2, num_shards)], 3)[0][2, num_shards]
     assert found.losses == kept.losses
     assert all(torch.equal(found.state[name], tensor) for name, tensor in kept.state.items())
 
@@ -87,9 +88,9 @@ def test_compiled_blocks_train_what_one_process_trains_also_in_later_generations
     blocks = {"train__compile": "blocks", "train__activation_checkpointing": "blocks"}
     model = {**(tiny_job().model.config or {}), "attention_dropout": 0.0}  # compiled it draws other numbers
     job = tiny_job(train__numerics="fast", train__parallel="shard", model__config=model, **blocks)
-    layouts = [(2, None), (1, None), (2, None)]
+    layouts = [(2, None), (1, None), (2, None), (2, 1), (1, 1)]
     found = on_ranks(2, in_each_layout, job, layouts, 2, limit_s=1500.0)[0]
-    expected = alone(job, 2)
+    expected = alone(tiny_job(train__numerics="fast", model__config=model), 2)
     for trained in found.values():
         assert_trained_alike(trained, expected, 1e-4)
 
@@ -130,9 +131,13 @@ def test_weights_of_a_block_that_is_not_called_stop_the_run_in_words():
 
 
 def test_compiling_blocks_that_there_are_not_is_refused():
-    job = tiny_job(model__factory=POISON_MODEL, train__compile="blocks", train__parallel="shard")
-    with raises(ConfigError, "model.no_blocks", "train.compile=blocks"):
-        ShardedState(job.model, job.train, torch.device("cpu"), None)
+    job = tiny_job(model__factory=POISON_MODEL, train__compile="blocks")
+    for refuse in (
+        lambda: ShardedState(job.model, job.train, torch.device("cpu"), None),
+        lambda: begun_state(job.model, job.train, torch.device("cpu"), False),
+    ):
+        with raises(ConfigError, "model.no_blocks", "train.compile=blocks"):
+            refuse()
 
 
 def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():

@@ -325,7 +325,7 @@ def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Se
     if num_shards != 1 and memory_every_steps(job.resume.memory_every_steps, sharded=True) is not None:
         ways.append("resume.memory_every_steps=null needs no memory for memory points")
     ways.append(f"activations grow with train.micro_batch_size={train.micro_batch_size}: lower it")
-    if train.activation_checkpointing == "none" and num_shards != 1:
+    if train.activation_checkpointing == "none":
         ways.append("train.activation_checkpointing=blocks keeps fewer of them")
     return ways
 

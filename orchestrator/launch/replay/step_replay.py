@@ -303,7 +303,9 @@ class StepReplayer:
         config, history = self._regime.config, self._history
         if not self.notes:
             self.notes += notes_on(config)
-        self.state: TrainState = TrainState(config.model, config.train, self._device, True)
+        run = history.store.read_run()
+        by_name = run is not None and run.weights_by_name
+        self.state: TrainState = TrainState(config.model, config.train, self._device, True, by_name)
         by_document, rows = config.pack.attends_by_document, config.data.rows_per_sample
         frozen = self.state.frozen.models
         self._objective = objective_of(config.train, by_document, config.pack.seq_len, frozen, rows)

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.comm import interruptible
+from orchestrator.trainer.comm.communicators import Communicators
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.comm.reshard import PendingMessage
 from orchestrator.trainer.interfaces.job import LOAD, PHASE_LIMITS_S
@@ -214,6 +215,7 @@ class Group:
         self._forming = datetime.timedelta(seconds=limit_s)
         self._sockets = GlooSockets()
         self._waits = Interruptible()
+        self._communicators = Communicators()
         self._control: dist.ProcessGroup | None = None
         self._of_mesh: list[dist.ProcessGroup] = []
 
@@ -244,6 +246,7 @@ class Group:
             yield group
         finally:
             group._sockets.forget()
+            group._communicators.forget()
             group._control = None
             group._of_mesh.clear()
             if dist.is_initialized():
@@ -263,16 +266,19 @@ class Group:
             )
             if device.type == "cuda":
                 self._control = dist.new_group(backend=BACKEND, timeout=limit)
+                assert dist.group.WORLD is not None
+                self._communicators.add(dist.group.WORLD)
 
     def call_off(self) -> None:
         """Ends the generation: operations that wait in gloo fail at once, here and at the peers. Any thread
         can call it.
 
         This includes gradient reductions. Operations that gloo forgets nevertheless (`interruptible`) fail
-        within a second. NCCL's collectives are not interrupted and wait until their timeout.
+        within a second. NCCL's communicators are aborted.
         """
         self._sockets.shut()
         self._waits.cut()
+        self._communicators.abort()
 
     def compare(self, config_digest: str, num_shards: int, own: Sequence[int]) -> list[list[int]]:
         """Runs the first collective, which checks that all members agree.
@@ -350,6 +356,9 @@ class Group:
                     if self.view.rank in ranks:
                         own.append(made)
         self._of_mesh = own
+        if device.type == "cuda":
+            for made in own:
+                self._communicators.add(made)
         names = ("replicate", "shard")
         return DeviceMesh.from_group(own, device.type, mesh=rows, mesh_dim_names=names)
 

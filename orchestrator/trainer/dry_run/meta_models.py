@@ -105,8 +105,8 @@ def size_of(model: Any, adapters: bool = False) -> ModelSize:
 
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
+    from orchestrator.trainer.model.blocks import blocks_of
     from orchestrator.trainer.model.model_settings import text_config
-    from orchestrator.trainer.state.fsdp_model import blocks_of
 
     scalars = scalars_of(model)
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]

@@ -281,9 +281,10 @@ def without_weights() -> Iterator[None]:
 
     Operations on CPU tensors alone run for real if their result is small. Raises `BeyondTableError` if a
     known index is beyond what it selects from. In most cases it raises `UnknownValueError` where an unknown
-    value is needed. Leaves torch's generator as it was.
+    value is needed. Leaves torch's generator as it was. Compiles nothing.
     """
-    with torch.random.fork_rng(devices=[]), _WithoutWeights():  # type: ignore[no-untyped-call]
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, torch.random.fork_rng(devices=[]), _WithoutWeights():  # type: ignore[no-untyped-call]
         yield
 
 

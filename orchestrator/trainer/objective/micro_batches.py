@@ -95,7 +95,7 @@ def cut(
     indices = batch.first_index + np.arange(num, dtype=np.int32 if fits else np.int64)
     columns = (batch.input_ids, batch.labels, batch.document_ids, batch.source_numbers[:, None])
     copies = [column.astype(np.int32) for column in columns]  # the feed's arrays may be read again
-    tensors = [torch.from_numpy(a).to(device).expand(num, step.seq_len) for a in (*copies, indices[:, None])]
+    tensors = [_on(device, array).expand(num, step.seq_len) for array in (*copies, indices[:, None])]
     before, row_len = batch.start - step.first_sample, step.seq_len // batch.rows_per_sample
 
     def micro(number: int) -> NumberedMicroBatch:
@@ -117,6 +117,12 @@ def cut(
         )
 
     return [micro(number) for number in batches.rank_run(len(micros), rank, world_size)]
+
+
+def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    """Copies an array to a device. The host does not wait for a GPU's copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def empty_micro_batch(device: torch.device, seq_len: int, label: int, rows: int = 1) -> NumberedMicroBatch:

@@ -20,8 +20,9 @@ from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.errors import OrchestratorError
 from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.trainer.loading.state_tensors import Item, own_tensors, sum_of, whole_item
+from orchestrator.trainer.model.blocks import BlockSettings
 from orchestrator.trainer.model.build_model import bare_model, emptied, first_model, weights_dtype
-from orchestrator.trainer.state.fsdp_model import Wrapping, shard_items, shard_model
+from orchestrator.trainer.state.fsdp_model import shard_items, shard_model
 from orchestrator.trainer.state.lazy_init import defer
 from orchestrator.trainer.weights.initial import fill_rows, named_state
 
@@ -114,11 +115,11 @@ class FrozenShards(FrozenModels):
         shard = layout.shard_of(rank)
         for name, rows in self._rows.items():
             is_float32 = weights_dtype(rows.precision) is torch.float32
-            how = Wrapping(bf16=self._train.precision == "bf16" and is_float32)
+            bf16 = self._train.precision == "bf16" and is_float32
             if rows.lacks or (rows.num_shards, rows.shard) != (layout.num_shards, shard):
                 rows.lacks, rows.items = True, ()
                 self._sums.pop(name, None)
-            model = shard_model(rows.skeleton, mesh, self._device, how)
+            model = shard_model(rows.skeleton, mesh, self._device, bf16, BlockSettings())
             names = list(dict(own_tensors(rows.skeleton.state_dict(keep_vars=True))))
             items = shard_items(model, names, layout, rank)
             for old, new in zip(rows.items, () if rows.lacks else items, strict=True):

@@ -3,71 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.planning.state.state_layout import Layout, held_rows
 from orchestrator.trainer.loading.state_tensors import Item, whole_item
+from orchestrator.trainer.model.blocks import BlockSettings, with_settings
 from orchestrator.trainer.weights.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wrapping:
-    """How blocks are wrapped.
-
-    `bf16`: blocks compute in bfloat16. Their weights keep their type, and gradients are summed in float32.
-    `compiled`: each block is compiled by `torch.compile`.
-    `recomputed`: activations within a block are recomputed in backward.
-    """
-
-    bf16: bool = False
-    compiled: bool = False
-    recomputed: bool = False
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are gathered and reduced one at a time; the rest is gathered and reduced together.
-
-    They are the children of the `nn.ModuleList` with the most parameters. A child that only holds modules (a
-    list of lists) is replaced by these. Returns an empty list if there is no such list, or if a block shares
-    a parameter with another block or with the rest.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    largest = max(lists, key=_num_elements, default=None)
-    if largest is None or not _num_elements(largest):
-        return []
-    once = dict.fromkeys(_computed(largest))  # a block may occur several times in the list
-    blocks = [block for block in once if next(block.parameters(), None) is not None]
-    owners: dict[int, set[int]] = {}
-    inside = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
-    return blocks if all(len(numbers) == 1 for numbers in owners.values()) else []
-
-
-def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how: Wrapping) -> nn.Module:
+def shard_model(
+    skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, bf16: bool, how: BlockSettings
+) -> nn.Module:
     """Copies `skeleton` and wraps each of its blocks, and the rest, in FSDP2 on `mesh`.
 
-    The parameters hold this rank's rows, with undefined values. `mesh` has the dimension "shard", after
-    "replicate" for HSDP. Gradients are summed over the ranks, not averaged. This is a collective where FSDP2
-    creates groups of its own.
+    With `bf16` the blocks compute in bfloat16. Their weights keep their type, and gradients are summed in
+    float32. The parameters hold this rank's rows, with undefined values. `mesh` has the dimension "shard",
+    after "replicate" for HSDP. Gradients are summed over the ranks, not averaged. This is a collective where
+    FSDP2 creates groups of its own.
     """
     model = copy.deepcopy(skeleton)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if how.bf16 else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    for module in (*wrapped_blocks(model, how), model):
+    for module in (*with_settings(model, how), model):
         _shard_other_types(module, _type_beside(module, None), shard)
         shard(module)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -142,38 +109,8 @@ def _not_sharded(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _not_sharded(child)
 
 
-def wrapped_blocks(model: nn.Module, how: Wrapping) -> Sequence[nn.Module]:
-    """Wraps the blocks of `model` in place, recomputed and compiled as configured. Their names stay
-    the same.
-    """
-    blocks = blocks_of(model)
-    for block in blocks:
-        forward: Any = block.forward
-        if how.compiled:
-            # Compiles the forward pass and not the block itself, so that FSDP2's hooks and `checkpoint` stay
-            # outside.
-            forward = torch.compile(forward)
-        if how.recomputed:
-            forward = partial(checkpoint, forward, use_reentrant=False)
-        block.forward = forward
-    return blocks
-
-
 def local_rows(parameter: Tensor) -> Tensor:
     """Returns the rows of a sharded parameter or gradient that this rank holds. They share its memory."""
     with torch.no_grad():  # otherwise it would be a view that autograd tracks
         rows: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return rows
-
-
-def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the modules that are called. A container without a forward pass is replaced by its children."""
-    for module in modules:
-        if type(module).forward is not nn.Module.forward:
-            yield module
-        else:
-            yield from _computed(module.children())
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

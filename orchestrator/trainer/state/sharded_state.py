@@ -13,22 +13,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.trainer.loading.state_tensors import Item, own_tensors
+from orchestrator.trainer.model.blocks import BlockSettings, require_blocks
 from orchestrator.trainer.model.build_model import bare_model, emptied
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.whole_parameters import Shards
 from orchestrator.trainer.state.adapter_base import AdapterBase
 from orchestrator.trainer.state.first_weights import FirstWeights
 from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards
-from orchestrator.trainer.state.fsdp_model import (
-    Wrapping,
-    blocks_of,
-    local_rows,
-    shard_items,
-    shard_model,
-)
+from orchestrator.trainer.state.fsdp_model import local_rows, shard_items, shard_model
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
 
 if TYPE_CHECKING:
@@ -59,21 +53,10 @@ class ShardedState(TrainState):
     ) -> None:
         self._begin_blank()
         self._train, self._device, self._num_shards = train, device, num_shards
-        self._how = Wrapping(
-            bf16=train.precision == "bf16",
-            compiled=train.compile == "blocks",
-            recomputed=train.activation_checkpointing == "blocks",
-        )
         self._first = FirstWeights(model, train, _CPU, invariant=False, by_name=weights_by_name)
         outline = self._first.outline() or bare_model(model, train.precision, train.seed, _CPU)
         self._skeleton = emptied(outline, _META)
-        if (self._how.compiled or self._how.recomputed) and not blocks_of(self._skeleton):
-            raise ConfigError(
-                f"train.compile={train.compile} and train.activation_checkpointing="
-                f"{train.activation_checkpointing}, but the model has no blocks: no torch.nn.ModuleList "
-                "whose modules share no weight with others; set both to none",
-                code="model.no_blocks",
-            )
+        require_blocks(self._skeleton, train)
         self.frozen: FrozenModels = FrozenShards(model, train, device)
         self.base = AdapterBase(model, train.precision, train.seed, self._skeleton)
         self._names = list(_own_tensors(self._skeleton))
@@ -98,7 +81,9 @@ class ShardedState(TrainState):
         view, self._group = group.view, group
         layout = self.layout_on(view.world_size)
         self._mesh = group.mesh(layout, self._device)
-        self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
+        how = BlockSettings.of(self._train, self._device, invariant=False)
+        bf16 = self._train.precision == "bf16"
+        self.model = shard_model(self._skeleton, self._mesh, self._device, bf16, how)
         self.frozen.form(self._mesh, layout, view.rank)
         self._layout, self._rank = layout, view.rank
         items, fixed = self.base.split(shard_items(self.model, self._names, layout, view.rank))

@@ -29,6 +29,7 @@ from orchestrator.trainer.loading.state_tensors import (
     tensor_bytes,
     whole_item,
 )
+from orchestrator.trainer.model.blocks import BlockSettings, require_blocks, with_settings
 from orchestrator.trainer.model.build_model import build_model, first_model, placed
 from orchestrator.trainer.optimizer.assignment import settings_of
 from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
@@ -189,6 +190,8 @@ class TrainState:
         else:
             build = first_model if self._untouched else build_model
             self.model = build(model, train.precision, train.seed, device, invariant)
+        require_blocks(self.model, train)
+        with_settings(self.model, BlockSettings.of(train, device, invariant))
         self.frozen = FrozenModels(model, train, device, invariant)
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
         self.base = AdapterBase(model, train.precision, train.seed, self.model)

@@ -1,0 +1,146 @@
+"""The blocks of a model, and how each is computed: compiled by `torch.compile`, recomputed in backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from orchestrator.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from orchestrator.config.sections import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+# How many shapes of a block's inputs are compiled. torch would compute further ones without compiling them.
+_SHAPES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSettings:
+    """How blocks are computed.
+
+    `compiled`: each block is compiled by `torch.compile`. `falls_back`: one that cannot be compiled is
+    computed as it is, with a warning.
+    `recomputed`: activations within a block are recomputed in backward.
+    """
+
+    compiled: bool = False
+    falls_back: bool = False
+    recomputed: bool = False
+
+    @classmethod
+    def of(cls, train: TrainConfig, device: torch.device, invariant: bool) -> BlockSettings:
+        """Returns those of `train.compile` and `train.activation_checkpointing`."""
+        return cls(
+            compiled=compiles(train, device.type == "cuda", invariant),
+            falls_back=train.compile == "auto",
+            recomputed=train.activation_checkpointing == "blocks",
+        )
+
+
+def compiles(train: TrainConfig, on_gpu: bool, invariant: bool) -> bool:
+    """Whether blocks are compiled, if the model has any."""
+    return on_gpu and not invariant if train.compile == "auto" else train.compile == "blocks"
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that are gathered and reduced one at a time; the rest is gathered and reduced together.
+
+    They are the children of the `nn.ModuleList` with the most parameters. A child that only holds modules (a
+    list of lists) is replaced by these. Returns an empty list if there is no such list, or if a block shares
+    a parameter with another block or with the rest.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=_num_elements, default=None)
+    if largest is None or not _num_elements(largest):
+        return []
+    once = dict.fromkeys(_computed(largest))  # a block may occur several times in the list
+    blocks = [block for block in once if next(block.parameters(), None) is not None]
+    owners: dict[int, set[int]] = {}
+    inside = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
+    return blocks if all(len(numbers) == 1 for numbers in owners.values()) else []
+
+
+def require_blocks(model: nn.Module, train: TrainConfig) -> None:
+    """Raises `ConfigError` if the configuration sets how blocks are computed, and the model has none."""
+    if "blocks" in (train.compile, train.activation_checkpointing) and not blocks_of(model):
+        raise ConfigError(
+            f"train.compile={train.compile} and train.activation_checkpointing="
+            f"{train.activation_checkpointing}, but the model has no blocks: no torch.nn.ModuleList "
+            "whose modules share no weight with others; set both to none",
+            code="model.no_blocks",
+        )
+
+
+def with_settings(model: nn.Module, settings: BlockSettings) -> Sequence[nn.Module]:
+    """Makes the blocks of `model` recomputed and compiled, in place, and returns them.
+
+    Their names stay the same.
+    """
+    blocks = blocks_of(model)
+    for block in blocks:
+        forward: Any = block.forward
+        if settings.compiled:
+            # Compiles the forward pass and not the block itself, so that FSDP2's hooks and `checkpoint` stay
+            # outside.
+            forward = _Compiled(forward, settings.falls_back)
+        if settings.recomputed:
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        block.forward = forward
+    return blocks
+
+
+class _Compiled:
+    """A forward pass that is compiled for each shape of its inputs, without trying which kernel is fastest.
+
+    What a process has computed before then decides no kernel, so that a process that takes the place of a
+    killed one computes the same bits.
+    """
+
+    def __init__(self, forward: Callable[..., Any], falls_back: bool) -> None:
+        import torch._dynamo
+
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _SHAPES)
+        self._forward, self._falls_back = forward, falls_back
+        self._compiled = torch.compile(forward, dynamic=False, options={"deterministic": True})
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Computes it. Raises `TrainingError` if it cannot be compiled."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self._compiled(*arguments, **named)
+        except TorchDynamoException as error:
+            text = f"a block of the model cannot be compiled: {error}"
+            if not self._falls_back:
+                raise TrainingError(
+                    f"train.compile=blocks, and {text}; set train.compile=none", code="model.not_compiled"
+                ) from error
+            _log.warning("%s; it is computed without (train.compile=auto)", text)
+            self._compiled = self._forward
+            return self._forward(*arguments, **named)
+
+
+def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the modules that are called. A container without a forward pass is replaced by its children."""
+    for module in modules:
+        if type(module).forward is not nn.Module.forward:
+            yield module
+        else:
+            yield from _computed(module.children())
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
