@@ -6,7 +6,10 @@ do. Every class pickles, because errors cross process borders.
 
 from __future__ import annotations
 
+import re
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +205,23 @@ class TrainingError(OrchestratorError):
     """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and
     values.
     """
+
+
+@contextmanager
+def naming_fields(section: str, fields: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, errors of ours name the fields by which the user set what the block reads.
+
+    For code that is written for one field and also reads another one: `fields` maps the fields that the code
+    names to those that are meant. An error that names no field of `section` then gets `section` in front.
+    """
+    names = "|".join(map(re.escape, fields))
+    try:
+        yield
+    except OrchestratorError as error:
+        # not inside a path or a longer name
+        text = re.sub(rf"(?<![\w./-])({names})(?!\w)", lambda match: fields[match[0]], str(error.args[0]))
+        error.args = (text if section in text else f"{section}: {text}", *error.args[1:])
+        raise
 
 
 # An environment variable: the file into which a command that ends with an error of ours writes the error as

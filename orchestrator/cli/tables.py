@@ -45,7 +45,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     }
     if plan.action != "refuse":  # what names it differs, not what it is
         meanings["same"] = "the same contents elsewhere"
-    lines += [f"  {d}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
+    lines += [f"  {d}  ({meanings.get(d.rule, d.rule)})" for d in plan.changes]
     return lines + [f"  {note}" for note in plan.all_notes]
 
 

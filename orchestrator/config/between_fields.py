@@ -28,6 +28,7 @@ from orchestrator.config.text import Path, Problem, Reading, value_at
 
 _CODE = re.compile(FUNCTION)
 _CONFLICT, _DUPLICATE, _NO_STOP = "config.conflict", "config.duplicate_entry", "config.no_stop"
+NOTHING_HELD_OUT = "config.nothing_held_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +477,7 @@ def _something_held_out(
     if not is_wanted or not reads_holdout or any(shares):
         return None
     return _Wrong(
-        "config.nothing_held_out",
+        NOTHING_HELD_OUT,
         "evaluates the hold-out, and data.holdout=0 for all sources: nothing is held out; set data.holdout "
         "(only a new run can), or name other sources in eval.parts",
     )

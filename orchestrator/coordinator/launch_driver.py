@@ -38,7 +38,7 @@ from orchestrator.coordinator.machine.launch_actions import (
     Warn,
 )
 from orchestrator.coordinator.machine.loss_trail import LossTrail
-from orchestrator.coordinator.not_finite_values import NotFiniteValues
+from orchestrator.coordinator.not_finite_values import NotFiniteValues, of_objective
 from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, JoinAnswer, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
@@ -123,7 +123,7 @@ class LaunchDriver(CommitListener):
         self._metrics, self._fault, self._why_dead, self._losses = metrics, fault, why_dead, losses
         skipped = SkippedDocuments(start.storage, attempt.number)
         self._feeder_notes = FeederNotes(feeder_notes, journal, skipped, self.warned)
-        self._not_finite = NotFiniteValues(journal, self.news.warn)
+        self._not_finite = NotFiniteValues(journal, self.news.warn, of_objective(start.flat_config))
         self._pulse = Pulse(store.heartbeat(attempt.number))
         self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)

@@ -6,6 +6,8 @@ A part is the run's hold-out, or has sources of its own. These are frozen in the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from orchestrator.config.schema import HOLDOUT
 from orchestrator.data.code_process import call, names_code
 from orchestrator.data.frozen import EVAL_FOLDER, EVAL_IDENTITY, frozen_sources
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import DataIdentityError
+from orchestrator.errors import DataIdentityError, naming_fields
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.resume.identity import RunIdentity, compare
 from orchestrator.storage.files import Storage
@@ -42,7 +44,8 @@ def with_frozen_parts(job: JobConfig, storage: Storage, spec: DataSpec) -> DataS
             part = _prepared(job, storage, name)
         if part.unfrozen is not None:
             at.write(EVAL_IDENTITY, seal(encode(part.run_identity)))
-            part = freeze_data(_job_of(job, name), at, part)
+            with _naming(name):
+                part = freeze_data(_job_of(job, name), at, part)
         found[name] = part
     return replace(spec, evaluated=found)
 
@@ -95,29 +98,37 @@ def _prepared(job: JobConfig, storage: Storage, name: str) -> DataSpec:
     from orchestrator.data.dataset import prepare_data
 
     own, at = _job_of(job, name), _folder(storage, name)
-    if frozen_sources(at) is None:
-        return call(names_code(own), prepare_data, own, None)
-    try:
-        spec = call(names_code(own), prepare_data, own, at)
-    except DataIdentityError as error:
-        *what, _ = str(error).splitlines() if "\n" in str(error) else (str(error), "")
-        raise _changed(name, " ".join(what)) from error  # its last line advises what only sources can do
-    try:
-        was = decode(RunIdentity, unseal(at.read(EVAL_IDENTITY)))
-    except (FileNotFoundError, SealError) as error:
-        raise DataIdentityError(
-            f"{at.root}/{EVAL_IDENTITY} is gone or damaged ({error}); restore it, or give part {name} of "
-            "eval.parts another name",
-            code="data.eval_identity",
-        ) from error
-    if refusals := compare(was, spec.run_identity, job.resume.accept_changed):
-        raise _changed(name, "; ".join(refusal.text for refusal in refusals))
+    with _naming(name):
+        if frozen_sources(at) is None:
+            return call(names_code(own), prepare_data, own, None)
+        try:
+            spec = call(names_code(own), prepare_data, own, at)
+        except DataIdentityError as error:
+            *what, _ = str(error).splitlines() if "\n" in str(error) else (str(error), "")
+            raise _changed(name, " ".join(what)) from error  # its last line advises what only sources can do
+        try:
+            was = decode(RunIdentity, unseal(at.read(EVAL_IDENTITY)))
+        except (FileNotFoundError, SealError) as error:
+            raise DataIdentityError(
+                f"{at.root}/{EVAL_IDENTITY} is gone or damaged ({error}); restore it, or give "
+                f"eval.parts.{name} another name",
+                code="data.eval_identity",
+            ) from error
+        if refusals := compare(was, spec.run_identity, job.resume.accept_changed):
+            raise _changed(name, "; ".join(refusal.text for refusal in refusals))
     return spec
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Within the block, errors about `data.sources` name the sources of the part instead."""
+    with naming_fields(f"eval.parts.{name}", {"data.sources": f"eval.parts.{name}.sources"}):
+        yield
 
 
 def _changed(name: str, what: str) -> DataIdentityError:
     return DataIdentityError(
-        f"the data of part {name} of eval.parts are not those that were frozen: {what}; put them back, or "
+        f"the data of eval.parts.{name} are not those that were frozen: {what}; put them back, or "
         "give the part another name, under which it is frozen anew",
         code="data.eval_changed",
     )

@@ -18,6 +18,8 @@ from orchestrator.records.steps import NONFINITE, StepRecord
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
+NO_CHANGE = "the step has changed no weights"  # ends the reason of a generation whose objective failed
+USER_CODE = ("train.objective=", "train.optimizer=")  # begin the reasons of workers that user code ended
 DRAINED = "its node is about to be taken away"
 SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message of another program
 REASON_CHARS = 320  # of a line of a reason that may be ours: where, what, and what to do
@@ -66,12 +68,18 @@ def step_skipped(record: StepRecord) -> str:
     )
 
 
-def not_finite(names: Sequence[str], step: int, part: str = "") -> str:
-    """The line for values of a step, or of the evaluation of `part` after it, that are not finite."""
+def not_finite(names: Sequence[str], step: int, part: str = "", objective: str = "") -> str:
+    """The line for metrics of a step, or of the evaluation of `part` after it, that are not finite.
+
+    `objective`: the plug-in that computes them ("": the built-in one, or not known).
+    """
     where = f"the evaluation of {part} after step {step}" if part else f"step {step}"
+    of = f" of {objective}" if objective else ""
+    what, verb = ("metric", "is") if len(names) == 1 else ("metrics", "are")
+    advice = "; weights do not depend on it: correct it, or give it the count 0 where it has no value"
     return (
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite (or absurdly large) in {where}, "
-        "and recorded as null"
+        f"{what} {', '.join(names)}{of} {verb} not finite (or absurdly large) in {where}, and recorded as "
+        f"null{advice if objective else ''}"
     )
 
 
@@ -104,15 +112,28 @@ def losses(lost: Sequence[Loss]) -> str:
     for loss in lost:
         groups.setdefault((loss.worker.host, loss.reason), []).append(loss.worker)
     return "; ".join(
-        f"{workers(members)} {'left' if reason == DRAINED else 'lost'}: {reason}"
-        for (_, reason), members in groups.items()
+        f"{workers(members)} {_ended_how(reason)}: {reason}" for (_, reason), members in groups.items()
     )
+
+
+def _ended_how(reason: str) -> str:
+    if reason == DRAINED:
+        return "left"
+    return "failed" if reason.startswith(USER_CODE) else "lost"
+
+
+def untold(lost: Sequence[Loss], reason: str) -> list[Loss]:
+    """Those of the lost workers whose reason is not in the `reason` of the run's end, which follows."""
+    text = " ".join(reason.split())
+    return [loss for loss in lost if loss.reason.rstrip("….") not in text]
 
 
 def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
     """The line for a generation that was formed. `heard`: losses that were already reported."""
     there = f"{change.world_size} of {change.wanted}"
     next_step = f"step {change.step + 1}"
+    if change.reason.endswith(NO_CHANGE) and not (change.lost or change.joined or change.restarted):
+        return _cut_inside(" ".join(change.reason.split()))
     if change.paused_s is None and not change.lost and not change.restarted:
         return f"{there} workers are ready{DOT}starting at {next_step}"
     parts = [f"the coordinator was restarted (attempt {change.attempt})"] if change.restarted else []
@@ -393,13 +414,14 @@ def shortened(text: str, where: str) -> str:
     beginning, the remedy at the end.
     """
     lines = [line for line in text.splitlines() if not re.match(r"\s+File \"|\s{4,}", line)]
-    half = REASON_CHARS // 2
-    kept = [
-        line if len(line) <= REASON_CHARS else f"{line[: half - 1]}…{line[-half:]}"
-        for line in lines[:SCREEN_LINES]
-    ]
-    short = "\n".join(kept)
+    short = "\n".join(map(_cut_inside, lines[:SCREEN_LINES]))
     return short if short == text or not where else f"{short}\n(all of it in {where})"
+
+
+def _cut_inside(line: str) -> str:
+    """A line, cut in the middle to `REASON_CHARS`."""
+    half = REASON_CHARS // 2
+    return line if len(line) <= REASON_CHARS else f"{line[: half - 1]}…{line[-half:]}"
 
 
 def foreign(who: str, text: str, where: str) -> str:

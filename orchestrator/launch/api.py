@@ -224,6 +224,8 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     runs_code = runs_code or not functions
     if not runs_code:
         sized = with_known_shape(job, newest_choice(storage, RunStore(storage).claim_numbers()))
+    if runs_code:
+        found = preview.with_missing_functions(job, found)
     if runs_code and spec is not None and found.action != "refuse":
         try:
             sized, facts = _measured(job, storage, found)
@@ -263,7 +265,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     found, spec = _look_ahead(job, storage)
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
-        return found
+        return preview.with_missing_functions(job, found)
     sized, facts = _measured(job, storage, found)
     local = placement_check.divided_here(sized, placement_check.limits_of(job)) is not None
     found = preview.judged_by_memory(sized, RunStore(storage), found)

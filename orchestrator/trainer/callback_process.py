@@ -23,12 +23,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from orchestrator.callbacks import HOOKS, GroupChanged, PointCommitted, Started
-from orchestrator.errors import ConfigError, text_of
+from orchestrator.errors import ConfigError, OrchestratorError, text_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.user_function import find_function
+from orchestrator.user_function import described, find_function
 
 FIELD = "train.callbacks"
 HELD = 100_000  # the calls that are kept while a callback is slow
@@ -236,7 +236,7 @@ def _made(names: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, 
         try:
             callbacks.append((name, require_callback(name)()))
         except BaseException as error:  # noqa: BLE001  the worker reports it
-            errors.append((name, text_of(error)))
+            errors.append((name, _text_of(error)))
     return callbacks, errors
 
 
@@ -247,8 +247,12 @@ def _called(callbacks: Iterable[tuple[str, Any]], method: str, argument: Any) ->
             if (function := getattr(callback, method, None)) is not None:
                 function(argument)
         except BaseException as error:  # noqa: BLE001  the worker reports it
-            errors.append((f"{name}.{method}", text_of(error)))
+            errors.append((f"{name}.{method}", _text_of(error)))
     return errors
+
+
+def _text_of(error: BaseException) -> str:
+    return text_of(error) if isinstance(error, OrchestratorError) else described(error)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.config.sections import BUILT_IN
 from orchestrator.errors import TrainingError, UnsavedError
 from orchestrator.faults import Hook, no_fault
+from orchestrator.history.sentences import DOT, NO_CHANGE
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
@@ -268,7 +269,7 @@ class _Trainer:
                 self._failed = TrainingError(str(error), code=error.code)
             finally:
                 self._gradient.leave()
-        raise GenerationEnded(str(self._failed))
+        raise GenerationEnded(f"{self._failed}{DOT}{NO_CHANGE}")
 
     def _leave_failed(self, group: Group) -> None:
         """Saves the state if the objective of a member has failed, and ends that member with its error.

@@ -368,6 +368,7 @@ def test_two_results_are_compared_document_by_document() -> None:
         ("no.such.module:fn", "user_code.missing_module", "'no'"),
         ("nosuch:fn", "user_code.missing_module", "'nosuch'"),
         (f"{HERE}:nothing", "user_code.missing_function", f"module {HERE} ("),
+        (f"{HERE}:as_rubish", "user_code.missing_function", f"did you mean {HERE}:as_rubbish?"),
         (f"{HERE}:two_arguments_are_needed", "user_code.signature", "too many positional arguments"),
         ("sys:exit", "user_code.module_without_file", "module sys"),
     ],

@@ -21,6 +21,7 @@ from orchestrator.records.run_status import (
 )
 
 ONE = GroupMember(rank=1, host="10.0.0.7", pid=22506)
+BOOM = "train.objective=mine:loss raised in step 412: RuntimeError: no. Never (/mine.py:3 in loss)"
 KILLED = Loss(worker=ONE, reason="killed (SIGKILL)")
 CHANGE = GroupChange(
     attempt=1,
@@ -53,6 +54,11 @@ CHANGES = {
     ),
     "re-formed with 2 of 2 workers (generation 2) after: Connection closed by peer · continuing at step 412 "
     "· paused 0.2 s": replace(CHANGE, world_size=2, lost=()),
+    f"{BOOM} · {sentences.NO_CHANGE}": replace(
+        CHANGE, world_size=2, lost=(), reason=f"{BOOM} · {sentences.NO_CHANGE}"
+    ),
+    f"worker 1 (10.0.0.7, pid 22506) failed: {BOOM} · 1 of 2 left, continuing at step 412 · "
+    "paused 0.2 s": replace(CHANGE, lost=(Loss(worker=ONE, reason=BOOM),)),
     "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step 412 · "
     "paused 0.2 s": replace(CHANGE, attempt=2, world_size=2, lost=(), restarted=True),
     "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no "
@@ -65,6 +71,24 @@ CHANGES = {
 @pytest.mark.parametrize("text", CHANGES)
 def test_a_change_of_the_group_is_one_line(text: str) -> None:
     assert sentences.group_change(CHANGES[text]) == text
+
+
+def test_what_the_end_of_a_run_says_is_not_said_before_of_workers_that_it_ended() -> None:
+    end = f"{BOOM}. The state before it is saved as resume point 00000411-a0001-g0001"
+    failed, lost = Loss(worker=ONE, reason=sentences.failure("TrainingError", end)), KILLED
+    assert sentences.untold([failed, lost], end) == [lost]
+    long = Loss(worker=ONE, reason=sentences.first_sentence(f"{BOOM[:-1]}{'x' * 200}"))
+    assert sentences.untold([long], f"2 failures\n  {BOOM[:-1]}{'x' * 200}") == []
+
+
+@pytest.mark.parametrize("part", ["", "held"])
+def test_a_metric_that_is_not_finite_is_named_with_its_plug_in_and_what_to_do(part: str) -> None:
+    text = sentences.not_finite(["weird"], 7, part, "train.objective=mine:loss")
+    assert text.startswith("metric weird of train.objective=mine:loss is not finite")
+    assert "step 7" in text
+    assert (f"evaluation of {part}" in text) == bool(part)
+    assert "correct it" in text
+    assert "correct it" not in sentences.not_finite(["loss", "perplexity"], 7, part)
 
 
 def test_of_several_workers_those_that_were_joining_are_counted_apart() -> None:

@@ -426,3 +426,25 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     journal.close()
     (event,) = [e for e in read_journal(runner.store.storage).events if e.kind == "unreadable file"]
     assert event.fields["file"] == file
+
+
+def test_a_function_that_does_not_exist_is_told_before_its_resume_is_refused(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("class Leon:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    runner.launch()
+    changed = "resume.changed_optimizer"
+    for optimizer, codes, values in (
+        ("mine:Lion", ["optimizer.not_callable"], ["train.optimizer=mine:Lion", "mine:Leon"]),
+        ("mien:Leon", ["optimizer.not_callable"], ["train.optimizer=mien:Leon", "mine:Leon"]),
+        ("mine:Leon", [changed], ["adamw", "mine:Leon", "resume.optimizer=reset"]),
+    ):
+        job = runner.config(train={"optimizer": optimizer})
+        assert list(runner.plan(train={"optimizer": optimizer}).codes) == [changed]
+        plan = preview.with_missing_functions(job, runner.plan(train={"optimizer": optimizer}))
+        assert (plan.action, list(plan.codes)) == ("refuse", codes)
+        assert all(value in plan.refusals[0] for value in values), plan.refusals[0]
+        spec = starting.prepare(job, runner.store.storage, freeze=False)
+        with raises(RefusedError, codes[0], *values):
+            preview.reached(preview.look_before_start(runner.store, job, spec, lambda: 0))

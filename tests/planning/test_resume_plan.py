@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.cli.tables import plan_lines
 from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.resume.data_progress import KnownEpochs, sources_seen
-from orchestrator.planning.resume.identity import stream_settings
+from orchestrator.planning.resume.identity import differences, stream_settings
 from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor, SourceCursor
@@ -354,6 +355,48 @@ def test_weights_of_sources_may_change_and_are_told_by_source():
         "data.sources.web.weight: 0.5 -> 0.25",
     ]
     assert {d.rule for d in plan.differences} == {"may_change"}
+
+
+@pytest.mark.parametrize(
+    ("field", "old", "new", "told"),
+    [
+        ("model.lora", {"rank": 4, "alpha": 8}, {"rank": 8, "alpha": 8}, ["model.lora.rank: 4 -> 8"]),
+        ("train.objective_args", {}, {"gamma": 2.0}, ["train.objective_args.gamma: null -> 2.0"]),
+        (
+            "model.frozen",
+            {"t": {"pretrained": "a", "dtype": None}, "u": {"pretrained": "u"}},
+            {"t": {"pretrained": "b", "dtype": None}},
+            ["model.frozen.t.pretrained: a -> b", 'model.frozen.u: {"pretrained": "u"} -> null'],
+        ),
+        (
+            "train.param_groups",
+            [{"match": "a", "lr_scale": 1.0}, {"match": "b", "lr_scale": 1.0}],
+            [{"match": "a", "lr_scale": 1.0}, {"match": "b", "lr_scale": 0.5}],
+            ["train.param_groups.1.lr_scale: 1.0 -> 0.5"],
+        ),
+        ("train.param_groups", [], [{"match": "b"}], ['train.param_groups: [] -> [{"match": "b"}]']),
+        ("train.betas", [0.9, 0.95], [0.9, 0.99], ["train.betas: [0.9, 0.95] -> [0.9, 0.99]"]),
+        ("model.lora", None, {"rank": 8}, ['model.lora: null -> {"rank": 8}']),
+        ("x", {"a": None}, {}, ['x: {"a": null} -> {}']),
+    ],
+)
+def test_of_a_mapping_only_what_differs_is_told(field, old, new, told):
+    (whole,) = differences({field: old}, {field: new}, {field: "may_change"})
+    assert [str(part) for part in whole.parts()] == told
+    assert {part.rule for part in whole.parts()} == {"may_change"}
+    assert (whole.field, whole.old, whole.new) == (field, old, new), "as it is stored and in JSON"
+    plan = replace(resumed(), differences=(whole,))
+    assert [line for line in plan_lines(plan) if line.endswith("(may change)")] == [
+        f"  {text}  (may change)" for text in told
+    ]
+
+
+def test_a_refused_mapping_names_only_what_differs():
+    shape = {**BEFORE.flat()["model.config"], "hidden_size": 99}
+    plan = decide(BEFORE, POINT, {**BEFORE.flat(), "model.config": shape})
+    assert plan.codes == (CHANGED_SETTING,)
+    assert "made with model.config.hidden_size=99, the job asks for 64" in plan.refusals[0]
+    assert "model_type" not in plan.refusals[0]
 
 
 def test_the_weight_of_a_runs_only_source_is_no_difference():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import orchestrator
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.cli.commands import main
-from orchestrator.errors import DataIdentityError, RefusedError
+from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from tests.raising import exits, raises
 from tests.torchrun.ranks import Ranks
 
@@ -122,10 +123,31 @@ def test_other_parts_are_named_on_the_command_line(capsys: pytest.CaptureFixture
         orchestrator.open("example").evaluate(overrides=["train.lr=1"])
 
 
+def test_a_run_without_a_hold_out_is_answered_with_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(FOLDER, tmp_path / "without")
+    monkeypatch.chdir(tmp_path / "without")
+    with raises(RefusedError, "data.no_holdout", "data.holdout=0", tmp_path / "without") as refused:
+        orchestrator.open("example").evaluate()
+    told = str(refused.value).rpartition("orchestrator ")[2]
+    words = shlex.split(told.replace("PATH", "corpus/*.jsonl"))
+    with exits(0):
+        main([*words, "eval.max_samples=3", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["part"], found["samples"]) == ("mine", 3)
+
+
+def test_an_error_about_the_source_of_a_part_names_the_part() -> None:
+    missing = 'eval.parts={mine: {sources: [{name: c, path: "nowhere/*.jsonl", format: jsonl}]}}'
+    with raises(OrchestratorError, "data.no_matching_file", "eval.parts.mine.sources c", "nowhere/*.jsonl"):
+        orchestrator.open("example").evaluate(overrides=[missing])
+
+
 def test_data_of_a_part_that_changed_are_refused_by_name() -> None:
     with open("other/b.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    with raises(DataIdentityError, "data.eval_changed"):
+    with raises(DataIdentityError, "data.eval_changed", "eval.parts.other"):
         orchestrator.open("example").evaluate()
 
 

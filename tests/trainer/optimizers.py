@@ -29,6 +29,14 @@ class Momentum(torch.optim.Optimizer):
                 weight.add_(state["mean"], alpha=-group["lr"] * (1 + 1 / state["num"]))
 
 
+class FailsInItsThirdStep(Momentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(state.get("num") == 2 for state in self.state.values()):
+            raise RuntimeError("not a third time")
+        super().step(closure)
+
+
 class RowsMomentum(Momentum):
     """The same, which states that it works element by element."""
 

@@ -74,9 +74,10 @@ def test_a_callback_changes_no_bit_whatever_it_does_and_its_first_errors_are_rep
     launch = run_to_end(tmp_path / "with", 2, job=job_of(tmp_path, "Hostile", "Recorder"))
     assert launch.last_point().state_digest == expected.last_point().state_digest
     texts = errors(launch)
-    assert [f"{MODULE}:Hostile.on_step raised ValueError: step {step}" in texts for step in (1, 2, 3, 4)] == [
-        True, True, True, False
-    ]  # fmt: skip
+    begins = [f"{MODULE}:Hostile.on_step raised ValueError: step {step} (" for step in (1, 2, 3, 4)]
+    told = [[text for text in texts if text.startswith(each)] for each in begins]
+    assert [len(each) for each in told] == [1, 1, 1, 0]
+    assert all("callbacks.py:" in text and text.endswith(" in on_step)") for (text,) in told[:3])
     assert f"{MODULE}:Hostile.on_step raised 8 times in all" in texts
     assert len([call for call in called(tmp_path) if call[1] == "on_step"]) == 8, "the other one is called"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.config.schema import JobConfig
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
+from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.gradient.parallel import state_and_gradient
 from orchestrator.trainer.interfaces.job import TrainJob, next_range
 from orchestrator.trainer.loading.state_tensors import Continues, load
@@ -26,6 +30,7 @@ from orchestrator.trainer.objective.causal_lm import causal_lm_terms
 from orchestrator.trainer.objective.linear_head import find_head, logits_of
 from orchestrator.trainer.objective.logit_loss import LossTerms
 from orchestrator.trainer.state.frozen_models import FrozenModels
+from tests.checkpoint.exports import job as made_job
 from tests.raising import raises
 from tests.trainer.feed import VOCABULARY, FormulaFeed
 from tests.trainer.heads import Largest, Plain
@@ -250,7 +255,7 @@ def test_damage_of_a_teacher_that_is_a_point_is_not_that_of_the_run(tmp_path: Pa
     with members(tmp_path / "run", ["a"], job=job) as group:
         group.join_all()
         said = group.launch.errors.get("a") or group.launch.outcomes
-        assert str(said).startswith("ResumePointError: model.frozen.teacher: model.init_from="), said
+        assert str(said).startswith("ResumePointError: model.frozen.teacher.init_from="), said
 
 
 # ------------------------------------------------------------------------------------------------- plug-ins
@@ -315,11 +320,34 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
         state_and_gradient(distilled(large), CPU)
 
 
-def test_an_unreadable_teacher_is_named(tmp_path: Path) -> None:
-    with raises(ConfigError, "model.not_built", "model.frozen.teacher", str(tmp_path)):
-        state_and_gradient(distilled(str(tmp_path)), CPU)
-    with raises(ConfigError, "weights.no_folder", "model.frozen.teacher", tmp_path / "gone"):
-        state_and_gradient(distilled(str(tmp_path / "gone")), CPU)
+def begun(asked: JobConfig) -> FrozenModels:
+    return FrozenModels(asked.model, asked.train, CPU, invariant=True)
+
+
+@pytest.mark.parametrize("refuse", [begun, try_model])
+def test_an_unreadable_teacher_is_named_by_its_own_field(
+    tmp_path: Path, refuse: Callable[[JobConfig], object]
+) -> None:
+    field, gone, empty, adapters = "model.frozen.t", tmp_path / "gone", tmp_path / "none", tmp_path / "lora"
+    empty.mkdir()
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text('{"base_model_name_or_path": "/the/base"}')
+    refused: list[tuple[str, dict[str, Any], list[str]]] = [
+        ("model.not_built", {"pretrained": str(empty)}, [f"{field}.pretrained={empty}"]),
+        ("weights.no_folder", {"pretrained": str(gone)}, [f"{field}.pretrained={gone}"]),
+        ("weights.no_files", {"config": STUDENT, "init_from": str(empty)}, [f"{field}.init_from"]),
+        ("weights.adapters_alone", {"pretrained": str(adapters)}, [f"{field}.pretrained", "/the/base"]),
+        ("model.factory_not_callable", {"factory": "torch.nn:Linaer"}, [f"{field}.factory=", "nn:Linear"]),
+    ]
+    if refuse is try_model:
+        wrong = {"config": {**STUDENT, "hidden_sise": 4}, "init_from": str(empty)}
+        refused.append(("model.config_keys", wrong, [f"{field}.config.hidden_sise"]))
+    for code, model, values in refused:
+        with raises(ConfigError, code, *values) as error:
+            refuse(made_job({"config": STUDENT, "frozen": {"t": model}}))
+        text = str(error.value)
+        assert text.startswith(field)
+        assert not re.search(r"(?<!\.)\bmodel\.(pretrained|config|factory|init_from)\b", text), text
 
 
 def test_its_type_is_the_models_or_what_is_asked_for(teacher: str) -> None:

@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.loading.state_tensors import MODEL
-from orchestrator.trainer.model.build_model import bare_model, emptied
+from orchestrator.trainer.model.build_model import bare_model, build_model, emptied
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows, named_state
@@ -61,6 +61,28 @@ def test_rows_of_a_folder_are_those_that_transformers_would_load(
     where = saved(tmp_path, shape, dtype)
     assert_first_weights(ModelConfig(pretrained=where), precision)
     assert_first_weights(ModelConfig(config=shape, init_from=where), precision)
+
+
+def test_loading_draws_no_bars_and_leaves_the_users_own_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    where, drawn = saved(tmp_path, LLAMA), list[str]()
+
+    def users_own(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        drawn.append(str(kwargs.get("desc")))
+        return make(*args, **kwargs)
+
+    transformers.logging.enable_progress_bar()
+    before = transformers.logging.set_tqdm_hook(users_own)
+    try:
+        build_model(ModelConfig(pretrained=where), "float32", 0, CPU, invariant=True)
+        assert (capfd.readouterr().err, drawn) == ("", [])
+        assert transformers.logging.is_progress_bar_enabled()
+        transformers.AutoModelForCausalLM.from_pretrained(where)
+        assert "Loading weights" in capfd.readouterr().err
+        assert "Loading weights" in drawn
+    finally:
+        transformers.logging.set_tqdm_hook(before)
 
 
 def test_several_files_with_an_index_serve_as_well(tmp_path: Path) -> None:

@@ -207,7 +207,12 @@ def test_a_base_of_init_from_and_of_a_factory_are_adapted_too(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("shape", "lora", "code", "values"),
     [
-        (LLAMA, {"target_modules": ["q_proj", "no_such"]}, "lora.refused", ["no_such", "q_proj"]),
+        (
+            LLAMA,
+            {"target_modules": ["q_prj", "no_such"]},
+            "lora.refused",
+            ["q_prj", "did you mean q_proj?", "no_such", "down_proj, gate_proj, k_proj, lm_head, o_proj"],
+        ),
         (LLAMA, {"target_modules": r"no\.such"}, "lora.refused", [r"no\.such"]),
         (LLAMA, {"target_modules": "("}, "lora.refused", ["no regular expression"]),
         (LLAMA, {"modules_to_save": ["no_head"]}, "lora.refused", ["modules_to_save", "no_head", "lm_head"]),
@@ -227,6 +232,30 @@ def test_what_peft_or_points_cannot_carry_out_is_refused_by_name(
     ):
         with raises(ConfigError, code, *values):
             refuse()
+
+
+def test_a_module_that_is_missing_is_answered_with_names_of_linear_layers_alone(tmp_path: Path) -> None:
+    for name, shape, ends in (
+        ("llama", LLAMA, "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+        ("gpt2", GPT2, "c_attn, c_fc, c_proj, lm_head"),  # of transformers' own kind of linear layer
+    ):
+        lora = {**LORA, "target_modules": ["no"]}
+        config = job({"pretrained": saved(tmp_path / name, shape), "lora": lora})
+        with raises(ConfigError, "lora.refused", f"end with {ends}") as refused:
+            try_model(config)
+        assert "norm" not in str(refused.value)
+
+
+def test_a_folder_of_adapters_is_refused_as_a_model_with_the_name_of_its_base(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", LLAMA)
+    config = job({"pretrained": base, "lora": LORA})
+    store = store_at(tmp_path / "run")
+    export_point(store, commit(store, config, state_of(config, steps=1)).name, tmp_path / "out")
+    values = [f"model.pretrained={tmp_path / 'out'}", "adapters", base, "--merged"]
+    for model in ({"pretrained": str(tmp_path / "out")}, {"pretrained": str(tmp_path / "out"), "lora": LORA}):
+        for refuse in (try_model, lambda each: TrainState(each.model, each.train, CPU, invariant=True)):
+            with raises(ConfigError, "weights.adapters_alone", *values):
+                refuse(job(model))
 
 
 def test_a_base_that_is_random_or_quantized_is_refused(tmp_path: Path) -> None:

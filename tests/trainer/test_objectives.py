@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, TrainingError
+from orchestrator.history import sentences
 from orchestrator.history.journal.line_format import EventKind
+from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import GroupChange
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.interfaces.job import TrainJob, next_range
 from orchestrator.trainer.model.build_model import build_model
@@ -211,6 +214,22 @@ def test_an_objective_that_is_not_as_documented_is_refused_before_training(name:
         tried(name)
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("tests.trainer.objectives:cross_entrpy", "tests.trainer.objectives:cross_entropy"),
+        ("tests.trainer.objectivs:cross_entropy", "tests.trainer.objectives:cross_entropy"),
+        ("tests.triner.objectives:cross_entropy", "tests.trainer.objectives:cross_entropy"),
+        ("tests.trainer.objectives:zzz", None),
+    ],
+)
+def test_a_misspelled_objective_is_answered_with_the_nearest_names(path: str, near: str | None) -> None:
+    with raises(ConfigError, "objective.not_callable", path) as refused:
+        PlugIn(path, {}, 0, "float32", False, 8)
+    assert ("did you mean" in str(refused.value)) == (near is not None)
+    assert near is None or f"did you mean {near}" in str(refused.value)
+
+
 def test_arguments_that_the_objective_does_not_take_are_refused() -> None:
     with raises(ConfigError, "objective.not_callable"):
         tried("with_z_loss", train__objective_args={"wieght": 0.1})
@@ -239,7 +258,7 @@ def test_an_objective_that_raises_while_it_trains_ends_the_run_by_name_and_line(
     objective, job = tried(name), job_of(name)
     model = build_model(job.model, "float32", 0, CPU, invariant=True)
     place = StepPlace(step=3, consumed_tokens=0)
-    with raises(TrainingError, "objective.fails", name, "step 3", "objectives.py:"):
+    with raises(TrainingError, "objective.fails", name, "step 3", "objectives.py:", f" in {name}"):
         objective.terms(model, first_micro(job), place)
 
 
@@ -269,6 +288,12 @@ def test_before_the_run_ends_because_an_objective_raises_the_state_before_is_sav
     assert f"step {failed_in}" in status.reason
     assert point.key.point_name in status.reason or f"point of step {step}" in status.reason
     assert [record.step for record in launch.journal().records] == list(range(1, step + 1))
+    assert sentences.untold(status.lost, status.reason) == []
+    formed = [each for each in launch.journal().events if each.kind == EventKind.GROUP_FORMED]
+    told = [sentences.group_change(decode(GroupChange, {**each.fields, "attempt": 1})) for each in formed]
+    if name == "raises_in_step_3":
+        assert told[1].startswith(f"train.objective=tests.trainer.objectives:{name} raised in step 3")
+        assert told[1].endswith(f"in {name}) · {sentences.NO_CHANGE}"), "and nothing of a group or of losses"
     if not changes:
         right = job_of("cross_entropy", train__max_steps=step)
         expected = run_to_end(tmp_path / "right", 2, job=right)

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ConfigError, ResumePointError, TrainingError
+from orchestrator.history import sentences
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
@@ -25,7 +26,7 @@ from orchestrator.trainer.optimizer.whole_parameters import owners_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import raises
-from tests.trainer.member import tiny_job
+from tests.trainer.member import members, tiny_job
 from tests.trainer.optimizers import Momentum
 from tests.trainer.saved_states import KEY, commit_state
 from tests.trainer.sharded import (
@@ -478,6 +479,19 @@ def test_a_plug_in_that_later_keeps_something_else_ends_the_run(what: str, name:
     state = stepped(plugged("Late", train__optimizer_args={"what": what}))
     with raises(TrainingError, "optimizer.state", "Late", name):
         stepped(plugged("Late", train__optimizer_args={"what": what}), 1, state)
+
+
+def test_a_plug_in_that_raises_in_a_step_ends_the_run_by_name_and_line(tmp_path: Path) -> None:
+    values = ["FailsInItsThirdStep", "step 3", "RuntimeError: not a third time", "optimizers.py:", "in step)"]
+    state = stepped(plugged("FailsInItsThirdStep"), 2)
+    with raises(TrainingError, "optimizer.fails", *values):
+        stepped(plugged("FailsInItsThirdStep"), 1, state)
+    with members(tmp_path, "ab", job=plugged("FailsInItsThirdStep")) as group:
+        group.join_all()
+    status = group.launch.wait_for_end()
+    assert (status.ended, status.code) == ("failed", "optimizer.fails")
+    assert [value for value in values if value not in status.reason] == []
+    assert sentences.untold(status.lost, status.reason) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -23,7 +23,7 @@ from typing import Any
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, RefusedError
-from orchestrator.user_function import search_current_folder
+from orchestrator.user_function import near_paths, search_current_folder
 
 # At most this many characters of a traceback, and digits of a digest, are shown.
 _SHOWN, _DIGITS = 2000, 32
@@ -64,12 +64,12 @@ def load(name: str, where: str) -> UserCode:
         )
     module_name, _, function_name = name.partition(":")
     with _lock:
-        module, source = _import(module_name, where)
+        module, source = _import(module_name, where, name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(
-            f"{where}: module {module_name} ({module.__file__}) has no function `{function_name}`; give "
-            "package.module:function",
+            f"{where}: module {module_name} ({module.__file__}) has no function `{function_name}`; "
+            f"{_meant(near_paths(name))}give package.module:function",
             code="user_code.missing_function",
         )
     version = getattr(module, "VERSION", None)
@@ -107,13 +107,17 @@ _lock = threading.Lock()
 _executed: dict[str, tuple[bytes, ModuleType]] = {}
 
 
-def _import(name: str, where: str) -> tuple[ModuleType, str]:
+def _meant(close: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(close)}? Otherwise " if close else ""
+
+
+def _import(name: str, where: str, path: str) -> tuple[ModuleType, str]:
     search_current_folder()
     try:
         importlib.invalidate_caches()
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise ModuleNotFoundError(f"No module named {name!r}")
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if spec.origin is None or not os.path.isfile(spec.origin):
             raise ConfigError(
                 f"{where}: module {name} has no source file that identifies its code; put the function into "
@@ -127,8 +131,8 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}: {error}; searched in {os.getcwd()} and on Python's path: start from the module's "
-            "folder, or install the module on every machine of the run",
+            f"{where}: {error}; {_meant(near_paths(path, error))}searched in {os.getcwd()} and on Python's "
+            "path: start from the module's folder, or install the module on every machine of the run",
             code="user_code.missing_module",
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything

@@ -176,7 +176,8 @@ def _begun(facts: RunFacts, entry: Entry, before: RecordedGeneration | None) -> 
         entry["kind"] = "resize" if has_shape else "change"
         entry["diffs"] = [
             {"field": d.field, "old": redacted(d.old, d.field), "new": redacted(d.new, d.field)}
-            for d in diffs
+            for whole in diffs
+            for d in whole.parts()
         ]
 
 

@@ -178,13 +178,14 @@ def _changes(parent: ClaimParent | None) -> list[Row]:
     """The fields of the configuration that differ from those of what was continued."""
     return [
         {
-            "field": d.field,
-            "old": redacted(d.old, d.field),
-            "new": redacted(d.new, d.field),
+            "field": part.field,
+            "old": redacted(part.old, part.field),
+            "new": redacted(part.new, part.field),
             "rule": d.rule,
         }
         for d in (parent.differences if parent is not None else ())
         if d.field not in _SKIP
+        for part in d.parts()
     ]
 
 

@@ -323,8 +323,8 @@ def point(facts: RunFacts, name: str, now: float) -> dict[str, Any]:
 
 
 def differences(old: Row, new: Row) -> list[Row]:
-    """How two flat configurations differ: field (of a source, by its name), old, new, what a resume may do
-    with it (rule), its meaning.
+    """How two flat configurations differ: field (of a source, by its name; the path of what differs inside a
+    mapping), old, new, what a resume may do with it (rule), its meaning.
     """
     declared = {rule.path: rule for rule in field_rules()}
     rules = {path: rule.rule for path, rule in declared.items()}
@@ -332,15 +332,16 @@ def differences(old: Row, new: Row) -> list[Row]:
     for each in planned_differences(in_todays_fields(old), in_todays_fields(new), rules):
         path = "data.sources" if each.field.startswith("data.sources.") else each.field
         known = declared.get(path)
-        found.append(
+        found += [
             {
-                "field": each.field,
-                "old": redacted(each.old, each.field),
-                "new": redacted(each.new, each.field),
+                "field": part.field,
+                "old": redacted(part.old, part.field),
+                "new": redacted(part.new, part.field),
                 "rule": each.rule if known else None,
                 "meaning": known.doc if known else "",
             }
-        )
+            for part in each.parts()
+        ]
     return found
 
 

@@ -227,7 +227,9 @@ def _shower(progress: Progress, limits: LaunchLimits, feeder: Any) -> Callable[[
             said = status.lost
             over = status.ended is not None
             waits = sentences.waiting(lost, limits.min_workers, limits.wait_s)
-            progress.say(sentences.losses(lost) if over else waits)
+            lost = tuple(sentences.untold(lost, status.reason)) if over else lost
+            if lost:
+                progress.say(sentences.losses(lost) if over else waits)
         for step, what in set(status.failures) - failures:
             progress.note(f"failure after step {step}: {what}")  # the full text, also a traceback
         failures.update(status.failures)

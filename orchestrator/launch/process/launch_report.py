@@ -47,8 +47,8 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
         say(f"warning: {file}")
     for left in attempt.found.leftovers:
         say(f"warning: {left}" if left.kept else f"note: {left}")
-    for difference in plan.differences:
-        say(f"  {difference}")
+    for change in plan.changes:
+        say(f"  {change}")
     if attempt.parallel is not None and (
         note := choice_note(job, attempt.found.parallel, attempt.parallel.num_shards)
     ):

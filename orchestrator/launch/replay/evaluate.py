@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.between_fields import NOTHING_HELD_OUT
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.coordinator.not_finite_values import of_objective
 from orchestrator.data.dataset import prepare_trained
 from orchestrator.data.eval_parts import eval_specs, with_parts
 from orchestrator.data.frozen import later_versions
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.launch.branch.point_query import LATEST, PointQuery, find
+from orchestrator.planning.resume.identity import CONTENT_SETTINGS
 from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.planning.state.state_layout import Layout
 
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.records.evals import EvalRecord
 
+# Fields of a source that say how its records are read.
+_SAME_FIELDS = tuple(dict.fromkeys(("content", "text_field", *chain(*CONTENT_SETTINGS.values()))))
 _ALLOWED = ("eval.", "cluster.use_gpu", "train.micro_batch_size")
 
 
@@ -80,11 +88,30 @@ def evaluate(
     seen = survey(store)
     found = find(store, seen, PointQuery(point=point)).point
     flat = {**in_todays_fields(found.config), "resume.from": "latest", "eval.at_end": True}
-    job = parse_config(nested(flat), overrides)
+    job = _job(store, flat, overrides)
     spec = prepare_trained(job, store.storage, _lists(store, found)).made_by(seen.encoders)
     specs = eval_specs(job, with_parts(job, store.storage, spec))
     say(f"evaluating {found.name} on {', '.join(specs)}")
     return _evaluated(store, job, found, specs, say)
+
+
+def _job(store: RunStore, flat: Mapping[str, Any], overrides: Sequence[str]) -> JobConfig:
+    """Returns the configuration of the evaluation. Raises `RefusedError` if it has no data to evaluate."""
+    try:
+        return parse_config(nested(flat), overrides)
+    except ConfigError as error:
+        if error.code != NOTHING_HELD_OUT:
+            raise
+    own = {name: flat["data.sources"][0].get(name) for name in ("format", *_SAME_FIELDS)}
+    source = {"name": "mine", "path": "PATH"} | {n: value for n, value in own.items() if value is not None}
+    override = f"eval.parts.mine.sources={json.dumps([source])}"
+    root = shlex.quote(store.storage.root)
+    raise RefusedError(
+        f"{store.storage.root}: no records are held out of its data (data.holdout=0), and only a new run can "
+        "hold some out; give other data, with the path of the files in place of PATH: orchestrator evaluate "
+        f"{root} {shlex.quote(override)}",
+        code="data.no_holdout",
+    )
 
 
 def _lists(store: RunStore, point: Point) -> tuple[SourceLists, ...]:
@@ -150,6 +177,7 @@ def _evaluated(
         torch.use_deterministic_algorithms(strict)
     for record in records:
         if record.not_finite:
-            say(f"warning: {sentences.not_finite(record.not_finite, record.step, record.part)}")
+            of = record.not_finite, record.step, record.part
+            say(f"warning: {sentences.not_finite(*of, of_objective(job.flat()))}")
     return [Evaluated.of(record, point.name) for record in records]
 

@@ -49,16 +49,25 @@ from orchestrator.coordinator.attempt.survey import (
     require_journals,
     survey,
 )
-from orchestrator.errors import RefusedError, ResumePointError, StorageError, UnreachableNodeError
+from orchestrator.errors import (
+    ConfigError,
+    RefusedError,
+    ResumePointError,
+    StorageError,
+    UnreachableNodeError,
+)
 from orchestrator.history.claims.claims import ForkedFrom
+from orchestrator.history.journal.code_record import functions_of
 from orchestrator.history.sentences import count
 from orchestrator.launch.process.launch_report import data_have_ended
 from orchestrator.launch.start.run_preparation import find_run, prepare, refuse_inside
+from orchestrator.planning.resume.optimizer_change import OTHER_OPTIMIZER
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import SkipDecision
 from orchestrator.records.points import Damage, damaged_point
 from orchestrator.records.run_status import RunStatus
 from orchestrator.trainer.weights.weight_files import require_reachable
+from orchestrator.user_function import OPTIMIZER_MISSING, require_functions
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -88,7 +97,7 @@ def look_before_start(
     the run any more, as reported by `watched` (of `watching`): a launch that still trains has not reached its
     end.
     """
-    plan = look_ahead(store, job, spec, draw=True)
+    plan = with_missing_functions(job, look_ahead(store, job, spec, draw=True))
     if not reached(plan):
         return plan
     watched()
@@ -97,6 +106,28 @@ def look_before_start(
         return look_ahead(store, job, spec, fast=False, each=each)
     except UnreachableNodeError as error:  # nothing that would access it is started
         return replace(plan, notes=(*plan.notes, f"not verified from here: {error}"))
+
+
+def with_missing_functions(job: JobConfig, found: ResumePlan) -> ResumePlan:
+    """A refused plan, with a function that is new in the job and does not exist as its first refusal.
+
+    A plan that is not refused tries all functions by itself. Imports user code, in another process.
+    """
+    from orchestrator.data.code_process import call
+
+    fields = tuple(f"{each.field}." for each in found.differences)
+    new = {field: path for field, path in functions_of(job).items() if f"{field}.".startswith(fields)}
+    if found.action != "refuse" or not new:
+        return found
+    try:
+        call(True, require_functions, new)
+    except ConfigError as error:
+        # what does not exist is not compared
+        compared = OTHER_OPTIMIZER if error.code == OPTIMIZER_MISSING else None
+        others = [each for each in zip(found.refusals, found.codes, strict=True) if each[1] != compared]
+        texts, codes = zip((f"{job.run.run_uri}: {error}", error.code), *others, strict=True)
+        return replace(found, refusals=texts, codes=codes)
+    return found
 
 
 def look_ahead(

@@ -8,8 +8,8 @@ configuration of a point with a new one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.errors import Refusal
@@ -208,6 +208,33 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.field}: {value_text(self.old)} -> {value_text(self.new)}"
 
+    def parts(self) -> tuple[Difference, ...]:
+        """Returns what differs inside the values, by path: `model.lora.rank` of the field `model.lora`.
+
+        For people. Mappings are compared by key, and lists of mappings by entry if they have as many. A
+        missing key is None.
+        """
+        inside = list(_inside(self.field, self.old, self.new))
+        return tuple(replace(self, field=path, old=old, new=new) for path, old, new in inside) or (self,)
+
+
+def _inside(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    pairs: list[tuple[object, Any, Any]]
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = [(key, old.get(key), new.get(key)) for key in sorted({*old, *new})]
+    elif _are_sections(old) and _are_sections(new) and len(old) == len(new):
+        pairs = [(number, *both) for number, both in enumerate(zip(old, new, strict=True))]
+    else:
+        yield path, old, new
+        return
+    for key, before, now in pairs:
+        if before != now:
+            yield from _inside(f"{path}.{key}", before, now)
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
+
 
 def differences(
     old: Mapping[str, Any],
@@ -266,7 +293,7 @@ def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]
 
 
 def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[Refusal, ...]:
-    """Returns a refusal for each difference that no resume may make.
+    """Returns a refusal for each value that no resume may change.
 
     `point` is its name, or empty without a point. A path names a content. If contents are compared too
     (`content_known`), a different path is not refused.
@@ -275,11 +302,12 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
     return tuple(
         Refusal(
             CHANGED_SETTING,
-            f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
-            f"keep {d.field}={value_text(d.old)}, {or_anew(d.field)}or start a new run under another "
-            "run.name",
+            f"{subject} was made with {part.field}={value_text(part.old)}, the job asks for "
+            f"{value_text(part.new)}; keep {part.field}={value_text(part.old)}, {or_anew(d.field)}or start a "
+            "new run under another run.name",
         )
         for d in different
+        for part in d.parts()
         if d.rule == "same" and not (content_known and is_content(d))
     )
 

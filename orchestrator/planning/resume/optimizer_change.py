@@ -12,6 +12,8 @@ from orchestrator.errors import Refusal
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
+OTHER_OPTIMIZER = "resume.changed_optimizer"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerChange:
@@ -36,7 +38,7 @@ def optimizer_change(
     refusal = None
     if job.resume.optimizer != "reset":
         refusal = Refusal(
-            "resume.changed_optimizer",
+            OTHER_OPTIMIZER,
             f"resume point {point} has the state of the optimizer {before} after {num_steps} steps, the job "
             f"asks for {after}, which cannot continue it; keep train.optimizer and its arguments, or let the "
             "optimizer's state begin anew with resume.optimizer=reset",

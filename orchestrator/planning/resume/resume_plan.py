@@ -214,7 +214,7 @@ class ResumePlan:
         ]
         rows = [
             (d.field, value_text(d.old), value_text(d.new), d.rule.replace("_", " "))
-            for d in self.differences
+            for d in self.changes
         ]
         return html_page(
             title,
@@ -233,6 +233,11 @@ class ResumePlan:
             return text
         tokens = f"{self.consumed_tokens:,} tokens"
         return f"{text}: labels count steps of the new size, and both stand for {tokens}"
+
+    @property
+    def changes(self) -> tuple[Difference, ...]:
+        """For people: what differs inside the values of `differences` (`Difference.parts`)."""
+        return tuple(part for each in self.differences for part in each.parts())
 
     @property
     def headline(self) -> str:

@@ -148,13 +148,16 @@ def frozen_small(config: ModelConfig, shapes: Mapping[str, Any], precision: str)
     import torch
 
     from orchestrator.trainer.model.build_model import bare_model
+    from orchestrator.trainer.state.frozen_models import naming_frozen
 
     if any(size_of(shape).parameters * 4 > SMALL_BYTES for shape in shapes.values()):
         return None
-    return {
-        name: bare_model(frozen.as_model, precision, 0, torch.device("cpu")).eval().requires_grad_(False)
-        for name, frozen in config.frozen.items()
-    }
+    found = dict[str, Any]()
+    for name, frozen in config.frozen.items():
+        with naming_frozen(name):
+            made = bare_model(frozen.as_model, precision, 0, torch.device("cpu"))
+        found[name] = made.eval().requires_grad_(False)
+    return found
 
 
 def adapters_note(config: ModelConfig, size: ModelSize) -> tuple[str]:

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from orchestrator.checkpoint.files.part_file import SAFETENSORS
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.trainer.comm.group import raised_by_collective
 from orchestrator.trainer.model.model_call import (
     call_model,
     input_names,
@@ -256,6 +257,12 @@ def is_of_this_machine(error: Exception) -> bool:
     """Whether a model may work on other devices than this machine's CPU."""
     kinds = NotImplementedError | ImportError | OSError | MemoryError
     return isinstance(error, kinds) or re.search(_OTHER_DEVICES, str(error), re.IGNORECASE) is not None
+
+
+def may_not_repeat(error: BaseException) -> bool:
+    """Whether the machine, a peer or the framework caused an error that passes through a user's function."""
+    ours = isinstance(error, OrchestratorError | torch.OutOfMemoryError)
+    return ours or raised_by_collective(error) or (isinstance(error, Exception) and is_of_this_machine(error))
 
 
 def _line(error: BaseException) -> str:

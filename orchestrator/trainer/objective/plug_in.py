@@ -23,10 +23,9 @@ from typing_extensions import override
 from orchestrator.errors import ConfigError, OrchestratorError, TrainingError
 from orchestrator.history.metrics.declared import RESERVED
 from orchestrator.objectives import Mean, StepContext, Terms
-from orchestrator.trainer.comm.group import raised_by_collective
 from orchestrator.trainer.comm.interruptible import refusing
 from orchestrator.trainer.model.build_model import seed_micro_batch
-from orchestrator.trainer.model.factory_output import is_of_this_machine, without_weights
+from orchestrator.trainer.model.factory_output import may_not_repeat, without_weights
 from orchestrator.trainer.model.model_call import completed_inputs, input_names
 from orchestrator.trainer.objective.micro_batches import (
     NO_MODELS,
@@ -155,7 +154,7 @@ class PlugIn(Objective):
             try:
                 found = self._function(model, batch, context, **self._arguments)
             except (Exception, SystemExit) as error:
-                if not self._tried or _is_of_others(error):
+                if not self._tried or may_not_repeat(error):
                     raise
                 if changed := self._watched.changed(written):
                     raise self._changes(changed, place) from error
@@ -337,15 +336,6 @@ class _Watched:
 def is_before_the_step(error: TrainingError) -> bool:
     """Whether the objective failed before anything of the state was changed."""
     return (error.code or "").startswith("objective.") and error.code != _IMPURE
-
-
-def _is_of_others(error: BaseException) -> bool:
-    """Whether the machine, a peer or the framework caused an error that passes through the user's function.
-
-    Such an error may not come again.
-    """
-    ours = isinstance(error, OrchestratorError | torch.OutOfMemoryError)
-    return ours or raised_by_collective(error) or (isinstance(error, Exception) and is_of_this_machine(error))
 
 
 def _is_number(value: object) -> bool:

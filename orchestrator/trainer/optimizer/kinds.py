@@ -6,6 +6,7 @@ Which tensors it keeps of a parameter, in which shapes, and whether it works ele
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,6 +81,9 @@ class Kind(Protocol):
     ) -> None:
         """Copies the optimizer's state of a parameter into `state`, where it is not in it already."""
 
+    def naming_errors(self, step: int) -> AbstractContextManager[None]:
+        """Within it, the optimizer's step number `step` runs. Errors of user code become `TrainingError`."""
+
 
 def stored_name(kind: Kind, form: StateForm, parameter: str) -> str:
     """Returns the name of a state tensor in points: `exp_avg.X` for AdamW, `muon.momentum_buffer.X` else."""
@@ -106,9 +110,10 @@ def step_alone(
         "lr": lr * setting.lr_scale,
         "weight_decay": setting.weight_decay,
     }
-    optimizer = kind.build([group])
-    kind.bind(optimizer, parameter, state, steps)
-    optimizer.step()
+    with kind.naming_errors(steps + 1):
+        optimizer = kind.build([group])
+        kind.bind(optimizer, parameter, state, steps)
+        optimizer.step()
     kind.read(optimizer, parameter, state)
     if parameter.data_ptr() != weight.data_ptr():  # a plug-in may replace `parameter.data`
         weight.copy_(parameter.detach())

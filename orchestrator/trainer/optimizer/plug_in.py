@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, TrainingError
-from orchestrator.trainer.model.factory_output import is_of_this_machine
+from orchestrator.trainer.model.factory_output import is_of_this_machine, may_not_repeat
 from orchestrator.trainer.optimizer.kinds import ParamGroups, StateForm
-from orchestrator.user_function import find_function
+from orchestrator.user_function import described, find_function
 
 _OF_GROUP, _OF_SELF = "group.", "self."  # begin the names of values in `param_groups`, and of attributes
 _LR = 1e-3
@@ -117,6 +118,20 @@ class PlugIn:
         for name, value in {**settings, **kept}.items():
             if name not in beside or value != beside[name]:
                 raise self._changed(name, value, f"{beside.get(name, 'nothing')!r:.60}")
+
+    @contextmanager
+    def naming_errors(self, step: int) -> Iterator[None]:  # noqa: D102
+        try:
+            yield
+        except Exception as error:
+            if may_not_repeat(error):
+                raise
+            raise TrainingError(
+                f"train.optimizer={self.name} raised in its step {step}: {described(error)}. Some weights "
+                "may be changed already; correct it and start the same command again: it continues from the "
+                "newest resume point",
+                code=_FAILS,
+            ) from error
 
     def _changed(self, name: str, value: Any, before: str) -> TrainingError:
         return TrainingError(

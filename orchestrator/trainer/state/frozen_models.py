@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from orchestrator.checkpoint.files.manifest import MODEL
-from orchestrator.errors import OrchestratorError
+from orchestrator.config.sections import FrozenModelConfig
+from orchestrator.errors import naming_fields
 from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.trainer.loading.state_tensors import Item, own_tensors, sum_of, whole_item
 from orchestrator.trainer.model.blocks import BlockSettings
@@ -29,7 +30,7 @@ from orchestrator.trainer.weights.initial import fill_rows, named_state
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orchestrator.config.sections import FrozenModelConfig, ModelConfig, TrainConfig
+    from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.planning.state.state_layout import Layout
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -179,11 +180,11 @@ def frozen_field(name: str) -> str:
 
 @contextmanager
 def naming_frozen(name: str) -> Iterator[None]:
-    """Adds the name of a frozen model to errors inside the block."""
-    try:
+    """Within the block, errors about the section `model` name that of the frozen model instead."""
+    section = frozen_field(name)
+    fields = {f"model.{field}": f"{section}.{field}" for field in FrozenModelConfig.model_fields}
+    with naming_fields(section, fields):
         yield
-    except OrchestratorError as error:
-        raise type(error)(f"{frozen_field(name)}: {error}", code=error.code) from error
 
 
 def _bare(config: ModelConfig, precision: str, seed: int) -> nn.Module:

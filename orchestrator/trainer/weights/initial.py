@@ -25,8 +25,9 @@ from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
 from orchestrator.trainer.loading.state_tensors import Item, fill_items, own_tensors, whole_item
 from orchestrator.trainer.weights.saved_form import SavedForm, renames
-from orchestrator.trainer.weights.transformers_model import naming_model
+from orchestrator.trainer.weights.transformers_model import naming_model, without_bars
 from orchestrator.trainer.weights.weight_files import (
+    ADAPTER_SETTINGS,
     FILE_SIZE,
     INDEX,
     SINGLE,
@@ -176,14 +177,15 @@ def open_model(
     how: dict[str, Any] = {"config": settings, "dtype": dtype, "attn_implementation": attention}
     storage = open_storage(where)
     if storage.folder is not None:
-        opened: Any = AutoModelForCausalLM.from_pretrained(
-            storage.folder,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **how,
-        )
+        with without_bars():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                storage.folder,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **how,
+            )
         return opened[0], opened[1]
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         settings, dtype=dtype, attn_implementation=attention, trust_remote_code=False
@@ -194,7 +196,8 @@ def open_model(
         if fill_rows(config, named_state(model), items):
             return model, {}
     tensors = {name: read_whole(each) for name, each in stored_tensors(where).items()}
-    made: Any = type(model).from_pretrained(None, state_dict=tensors, output_loading_info=True, **how)
+    with without_bars():
+        made: Any = type(model).from_pretrained(None, state_dict=tensors, output_loading_info=True, **how)
     return made[0], made[1]
 
 
@@ -263,7 +266,7 @@ def _stored_tensors(config: ModelConfig, state: State) -> dict[str, StoredTensor
     storage = open_storage(where)
     if storage.exists(SINGLE) == storage.exists(INDEX):  # with both or neither, transformers chooses
         return None
-    if storage.exists("adapter_config.json"):
+    if storage.exists(ADAPTER_SETTINGS):
         return None
     own = dict(own_tensors(state))
     names: Mapping[str, str] | None = {name: name for name in own}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.config.problems import near
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """
     peft = _peft()
     held = dict(model.state_dict(keep_vars=True))
-    paths = [path for path, _ in model.named_modules() if path]
-    _require_matches(lora, paths)
+    _require_matches(lora, {path: module for path, module in model.named_modules() if path})
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
@@ -174,28 +174,51 @@ def _copied(model: nn.Module) -> dict[str, nn.Module]:
     return {path: wrapper.modules_to_save[ADAPTER] for path, wrapper in wrappers}
 
 
-def _require_matches(lora: LoraConfig, paths: Sequence[str]) -> None:
-    """Raises `ConfigError` for a name or an expression that no module of the model matches."""
+def _require_matches(lora: LoraConfig, modules: Mapping[str, nn.Module]) -> None:
+    """Raises `ConfigError` for a name or an expression that no module of the model matches.
+
+    `modules`: all of the model, by path.
+    """
     targets = lora.target_modules
+    ends = _ends(modules)
+    linear = _ends(path for path, module in modules.items() if _is_linear(module)) or ends
     names = [] if targets is None or isinstance(targets, str) else list(targets)
-    lacking = [f"target_modules has {name}" for name in names if not _ending(name, paths)]
+    lacking = [_unmatched("target_modules has", name, linear) for name in names if not _ending(name, modules)]
     if isinstance(targets, str) and targets.lower() != _ALL_LINEAR:
         try:
-            found = any(re.fullmatch(targets, path) for path in paths)
+            found = any(re.fullmatch(targets, path) for path in modules)
         except re.error as error:
             raise _refused(
                 f"target_modules={targets} is no regular expression ({error}); correct it"
             ) from error
-        lacking += [] if found else [f"target_modules is {targets}"]
-    lacking += [
-        f"modules_to_save has {name}" for name in lora.modules_to_save if not _ending(name, paths)
+        lacking += [] if found else [_unmatched("target_modules is", targets, [*linear, _ALL_LINEAR])]
+    if lacking:
+        raise _refused(
+            f"{'; '.join(lacking)}; names of the model's linear layers end with {', '.join(linear)}"
+        )
+    lacking = [
+        _unmatched("modules_to_save has", name, ends)
+        for name in lora.modules_to_save
+        if not _ending(name, modules)
     ]
     if lacking:
-        ends = sorted({path.rpartition(".")[2] for path in paths if not path.rpartition(".")[2].isdigit()})
-        raise _refused(
-            f"{'; '.join(lacking)}, and the model has no such module; names of its modules end with "
-            f"{', '.join(ends)}"
-        )
+        raise _refused(f"{'; '.join(lacking)}; names of the model's modules end with {', '.join(ends)}")
+
+
+def _ends(paths: Iterable[str]) -> list[str]:
+    """Returns the distinct last parts of modules' paths, without the numbers of lists."""
+    return sorted({end for path in paths if not (end := path.rpartition(".")[2]).isdigit()})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it multiplies with a matrix, as `nn.Linear` and transformers' `Conv1D` do."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def _unmatched(what: str, name: str, names: list[str]) -> str:
+    close = near(name.rpartition(".")[2], names)
+    return f"{what} {name}, which matches no module{f' (did you mean {close[0]}?)' if close else ''}"
 
 
 def _ending(name: str, paths: Iterable[str]) -> bool:

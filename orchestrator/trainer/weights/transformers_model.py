@@ -16,6 +16,7 @@ from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.open import open_storage, small_files
 from orchestrator.trainer.weights.lora import require_not_quantized
 from orchestrator.trainer.weights.ties import follow_files, follow_names
+from orchestrator.trainer.weights.weight_files import ADAPTERS_ALONE, require_weights_of_a_model
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig
@@ -35,6 +36,7 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
 
     with naming_model(config):
         if config.pretrained is not None:
+            require_weights_of_a_model(f"model.pretrained={config.pretrained}", config.pretrained)
             settings = AutoConfig.from_pretrained(
                 settings_folder(config.pretrained), local_files_only=True, trust_remote_code=False
             )
@@ -109,6 +111,26 @@ def settings_folder(pretrained: str) -> str:
 
 
 @contextmanager
+def without_bars() -> Iterator[None]:
+    """Within the block, transformers draws no progress bars ("Loading weights") in this process.
+
+    Its hook for them is afterwards the one from before. Whether bars are shown elsewhere stays as the user
+    has set it. Versions of transformers without the hook draw them.
+    """
+    from transformers.utils import logging
+
+    set_hook = getattr(logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+    before = set_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+@contextmanager
 def naming_model(config: ModelConfig) -> Iterator[None]:
     """Converts errors inside the block to a `ConfigError` that names the field. `StorageError` propagates."""
     try:
@@ -116,6 +138,8 @@ def naming_model(config: ModelConfig) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:  # transformers has no common base class for errors of a wrong configuration
+        if isinstance(error, ConfigError) and error.code == ADAPTERS_ALONE:
+            raise  # it names the field, and there is nothing to correct
         what = (
             f"model.pretrained={config.pretrained}"
             if config.pretrained is not None

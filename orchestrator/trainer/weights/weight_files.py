@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig
 
 SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
+ADAPTER_SETTINGS, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS_ALONE = "weights.adapters_alone"
 FILE_SIZE = "weights.file_size"  # the code of an error: a file is shorter or longer than its header says
 _TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()} | {
     "F8_E4M3": "float8_e4m3fn",
@@ -90,8 +92,8 @@ def weight_files(where: str) -> list[str]:
             f"{storage.root}/{INDEX} cannot be read: {error!r}; restore the file", code="weights.invalid_file"
         ) from error
     if not storage.exists(SINGLE):
-        if storage.exists("adapter_model.safetensors"):
-            raise _adapters_alone(storage.root)
+        if storage.exists(ADAPTERS) or storage.exists(ADAPTER_SETTINGS):
+            raise _adapters_alone(storage.root, _base_of(storage))
         raise ConfigError(
             f"{storage.root} holds no weights: there is no {SINGLE}, no {INDEX} and no {PARTS} in it; give a "
             "folder that `orchestrator export` or transformers has made, or a resume point's, "
@@ -124,11 +126,34 @@ def held_in(where: str) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"model.init_from: {error}", code=error.code) from error
 
 
-def _adapters_alone(where: str) -> ConfigError:
+def require_weights_of_a_model(name: str, where: str) -> None:
+    """Raises `ConfigError` if the folder or URI `where` holds adapters without the weights they belong to.
+
+    `name` names it for people. A place that does not exist passes.
+    """
+    storage = open_storage(where)
+    if not storage.exists(ADAPTER_SETTINGS):
+        return
+    if not (storage.exists(SINGLE) or storage.exists(INDEX)):
+        raise _adapters_alone(name, _base_of(storage))
+
+
+def _base_of(storage: Storage) -> str:
+    """Returns where the weights of adapters are, as peft has written it; empty if it has not."""
+    try:
+        base = json.loads(storage.read(ADAPTER_SETTINGS))["base_model_name_or_path"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
+    return base if isinstance(base, str) else ""
+
+
+def _adapters_alone(what: str, base: str = "") -> ConfigError:
+    of = f" of the weights {base}" if base else ""
     return ConfigError(
-        f"{where} holds adapters (model.lora) without the weights that they belong to; make whole weights "
-        "with `orchestrator export RUN OUT --merged`, and give these",
-        code="weights.adapters_alone",
+        f"{what} holds adapters (LoRA){of}, without the weights that they belong to; make whole weights with "
+        "`orchestrator export RUN OUT --merged` (of adapters of peft: `merge_and_unload`) and give these, or "
+        f"give the base{f' {base}' if base else ''} itself, without the adapters",
+        code=ADAPTERS_ALONE,
     )
 
 

@@ -378,6 +378,15 @@ def test_what_differs_in_the_sources_is_named_field_by_field() -> None:
     ]
 
 
+def test_of_a_mapping_only_what_differs_is_shown_without_secrets() -> None:
+    old = {"train.objective_args": {"beta": 0.1, "api_key": "one"}}
+    found = differences(old, {"train.objective_args": {"beta": 0.2, "api_key": "two"}})
+    assert [(row["field"], row["old"], row["new"]) for row in found] == [
+        ("train.objective_args.api_key", "***", "***"),
+        ("train.objective_args.beta", 0.1, 0.2),
+    ]
+
+
 # ------------------------------------------------------------ the verdict
 AT = Standing(
     state=RUNNING, attempt=2, step=412, total_steps=1000, workers=1, workers_wanted=2,
