@@ -15,6 +15,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.between_fields import NOTHING_HELD_OUT
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
+from orchestrator.config.sections import SourceConfig
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.coordinator.not_finite_values import of_objective
 from orchestrator.data.dataset import prepare_trained
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.records.evals import EvalRecord
 
-# Fields of a source that say how its records are read.
-_SAME_FIELDS = tuple(dict.fromkeys(("content", "text_field", *chain(*CONTENT_SETTINGS.values()))))
+# Fields of a source that say how its records are read, besides `format`.
+_SAME_FIELDS = {"text_field", "transforms", "transform_fields", *chain(*CONTENT_SETTINGS.values())}
 _ALLOWED = ("eval.", "cluster.use_gpu", "train.micro_batch_size")
 
 
@@ -88,28 +89,30 @@ def evaluate(
     seen = survey(store)
     found = find(store, seen, PointQuery(point=point)).point
     flat = {**in_todays_fields(found.config), "resume.from": "latest", "eval.at_end": True}
-    job = _job(store, flat, overrides)
+    job = _job(store, point, flat, overrides)
     spec = prepare_trained(job, store.storage, _lists(store, found)).made_by(seen.encoders)
     specs = eval_specs(job, with_parts(job, store.storage, spec))
     say(f"evaluating {found.name} on {', '.join(specs)}")
     return _evaluated(store, job, found, specs, say)
 
 
-def _job(store: RunStore, flat: Mapping[str, Any], overrides: Sequence[str]) -> JobConfig:
+def _job(store: RunStore, point: str, flat: Mapping[str, Any], overrides: Sequence[str]) -> JobConfig:
     """Returns the configuration of the evaluation. Raises `RefusedError` if it has no data to evaluate."""
     try:
         return parse_config(nested(flat), overrides)
     except ConfigError as error:
         if error.code != NOTHING_HELD_OUT:
             raise
-    own = {name: flat["data.sources"][0].get(name) for name in ("format", *_SAME_FIELDS)}
-    source = {"name": "mine", "path": "PATH"} | {n: value for n, value in own.items() if value is not None}
+    first = flat["data.sources"][0]
+    bare = SourceConfig(name="mine", path="PATH", format=first["format"]).model_dump(mode="json")
+    own = {name: first[name] for name in bare if name in _SAME_FIELDS and first[name] != bare[name]}
+    source = {"name": "mine", "path": "PATH", "format": first["format"], **own}
     override = f"eval.parts.mine.sources={json.dumps([source])}"
-    root = shlex.quote(store.storage.root)
+    run = shlex.quote(store.storage.root) + ("" if point == LATEST else f" --point {shlex.quote(point)}")
     raise RefusedError(
         f"{store.storage.root}: no records are held out of its data (data.holdout=0), and only a new run can "
         "hold some out; give other data, with the path of the files in place of PATH: orchestrator evaluate "
-        f"{root} {shlex.quote(override)}",
+        f"{run} {shlex.quote(override)}",
         code="data.no_holdout",
     )
 
