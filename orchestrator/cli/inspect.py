@@ -305,9 +305,9 @@ def export(
     where: Annotated[
         list[str],
         typer.Argument(
-            metavar="[POINT] OUT",
-            help="the folder to make (or a bucket's URI), which comes last; before it a point's name, or "
-            "nothing: the newest one",
+            metavar="[POINT] OUT [KEY=VALUE]...",
+            help="the folder to make (or a bucket's URI); before it a point's name, or nothing: the newest "
+            "one; after it model.pretrained=FOLDER, if the base has moved",
             show_default=False,
         ),
     ],
@@ -329,16 +329,21 @@ def export(
     AutoModelForCausalLM.from_pretrained opens it; of a model.factory it has plain safetensors, and of
     model.lora the adapters, which PeftModel.from_pretrained opens.
     """
+    from orchestrator.checkpoint.points.model_folders import names_weights
     from orchestrator.checkpoint.points.points import parse_point_name
     from orchestrator.inspect.run import open_run
 
-    if len(where) > 2:  # noqa: PLR2004
+    overrides = [word for word in where if names_weights(word)]
+    where = [word for word in where if word not in overrides]
+    if not 1 <= len(where) <= 2:  # noqa: PLR2004
         raise typer.BadParameter(f"give RUN OUT or RUN POINT OUT, not {len(where) + 1} words")
     *before, out = where
     point = before[0] if before else None
     if parse_point_name(out) is not None:
         raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
-    document = open_run(run).export(out, point, dtype, say, averaged=ema, merged=merged)
+    document = open_run(run).export(
+        out, point, dtype, say, averaged=ema, merged=merged, overrides=overrides
+    )
     print_json(document) if json else print_lines(export_lines(document))
 
 
@@ -348,8 +353,9 @@ def evaluate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value of eval, e.g. eval.max_samples=1000; also cluster.use_gpu and "
-            "train.micro_batch_size",
+            help="key=value of eval, e.g. eval.max_samples=1000; also cluster.use_gpu, "
+            "train.micro_batch_size, and model.pretrained=FOLDER or model.frozen.NAME.pretrained=FOLDER, if "
+            "it has moved",
             show_default=False,
         ),
     ] = None,
@@ -393,7 +399,8 @@ def replay(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value of cluster, monitor or data.num_tokenizers, e.g. cluster.num_workers=2",
+            help="key=value of cluster, monitor or data.num_tokenizers, e.g. cluster.num_workers=2; also "
+            "model.pretrained=FOLDER or model.frozen.NAME.pretrained=FOLDER, if it has moved",
             show_default=False,
         ),
     ] = None,

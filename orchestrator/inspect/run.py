@@ -317,16 +317,20 @@ class Run:
         say: Callable[[str], None] = unheard,
         averaged: bool = False,
         merged: bool = False,
+        overrides: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Writes a point's weights (default: the newest healthy one's; `averaged`: their averages; `merged`:
         adapters merged into the model) as a folder that transformers, or of adapters peft, opens; the
-        document of `export --json`. See `checkpoint.export.export.export_point`.
+        document of `export --json`. `overrides`: where weights are that the point does not hold
+        (`model.pretrained=NEW`). See `checkpoint.export.export.export_point`.
         """
         from orchestrator.checkpoint.export.export import export_point
         from orchestrator.coordinator.attempt.resume_point_choice import point_for_weights
 
         name, damages = point_for_weights(self.uri, self._store, point)
-        exported = export_point(self._store, name, out, dtype, say=say, averaged=averaged, merged=merged)
+        exported = export_point(
+            self._store, name, out, dtype, say=say, averaged=averaged, merged=merged, overrides=overrides
+        )
         return {
             "run": self.uri,
             "point": name,

@@ -144,7 +144,7 @@ def _on_cluster(at: LaunchContext, watched: Callable[[], int]) -> RunStatus:
     """Connects, looks whether the job fits, and trains. `watched` is the newest attempt, on which nobody is
     at work.
     """
-    from orchestrator.cluster.connection import ClusterConnection
+    from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
     from orchestrator.data.feed.memory import memory_of
     from orchestrator.launch.capacity.resource_estimate import needs_of
     from orchestrator.launch.on_ray.node_disks import NodeDisks
@@ -152,10 +152,11 @@ def _on_cluster(at: LaunchContext, watched: Callable[[], int]) -> RunStatus:
     job, storage, progress = at.job, at.storage, at.progress
     memory_of(job, at.spec)  # raises where too little is asked for
     limits = placement_check.limits_of(job)
-    sized, facts = _measured(job, storage, at.plan)
+    reading = starting.reading_job(job, at.store, at.plan.point)
+    sized, facts = _measured(reading, storage, at.plan)
     here = placement_check.divided_here(sized, limits)
     for note in (
-        *require_model(job, at.plan, at.spec.vocab_size, facts),
+        *require_model(reading, at.plan, at.spec.vocab_size, facts, starts_local_ray(job)),
         *code_changes(at.store, job, at.plan.point),
     ):
         progress.say(note)
@@ -217,19 +218,23 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     run's folder and nobody has read it: data that are made by code are taken to be the run's, and functions
     for the model and the objective are not called. Notes say so.
     """
+    from orchestrator.cluster.connection import starts_local_ray
+
     storage = starting.run_storage(job)
     found, spec = _look_ahead(job, storage) if runs_code else _look_without_code(job, storage)
     sized, facts = job, None
     functions = functions_of(job)
     runs_code = runs_code or not functions
     if not runs_code:
+        found = replace(found, notes=(*found.notes, *preview.unreached(job)))
         sized = with_known_shape(job, newest_choice(storage, RunStore(storage).claim_numbers()))
     if runs_code:
         found = preview.with_missing_functions(job, found)
     if runs_code and spec is not None and found.action != "refuse":
         try:
-            sized, facts = _measured(job, storage, found)
-            notes = require_model(job, found, spec.vocab_size, facts)
+            reading = starting.reading_job(job, RunStore(storage), found.point)
+            sized, facts = _measured(reading, storage, found)
+            notes = require_model(reading, found, spec.vocab_size, facts, starts_local_ray(job))
             found = replace(found, notes=(*found.notes, *notes))
         except ConfigError as error:
             found = preview.refused(found, job, [str(error)], error.code)
@@ -258,6 +263,8 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     Raises what would refuse the start. It starts nothing, writes nothing and does not watch for another
     launch; what a cluster has is looked at by `train` alone.
     """
+    from orchestrator.cluster.connection import starts_local_ray
+
     job = as_job(config, overrides)
     storage = starting.run_storage(job)
     lacks = starting.check_writable(storage)
@@ -266,13 +273,14 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
         return preview.with_missing_functions(job, found)
-    sized, facts = _measured(job, storage, found)
+    reading = starting.reading_job(job, RunStore(storage), found.point)
+    sized, facts = _measured(reading, storage, found)
     local = placement_check.divided_here(sized, placement_check.limits_of(job)) is not None
     found = preview.judged_by_memory(sized, RunStore(storage), found)
     if found.action == "refuse":
         return found
     placement_check.require_disk(sized, storage)
-    untried = require_model(job, found, spec.vocab_size, facts)
+    untried = require_model(reading, found, spec.vocab_size, facts, starts_local_ray(job))
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
 

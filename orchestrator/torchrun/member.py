@@ -135,7 +135,7 @@ class Member:
         try:
             faults = hook(self._fault_plan)
             sources = {each.number: each.name for each in spec.sources}
-            outcome = train(self._task(storage.root, sources), membership, feed, files, faults, parts)
+            outcome = train(self._task(storage, sources), membership, feed, files, faults, parts)
         except Exception as error:
             with suppress(OrchestratorError):
                 membership.failed(error)
@@ -193,10 +193,10 @@ class Member:
                 return status
             seen = (status.attempt, status.version)
 
-    def _task(self, run_uri: str, sources: Mapping[int, str]) -> TrainJob:
+    def _task(self, storage: Storage, sources: Mapping[int, str]) -> TrainJob:
         job = self._job
         return TrainJob(
-            model=job.model,
+            model=starting.reading_job(job, RunStore(storage)).model,
             train=job.train,
             eval=job.eval,
             resume=without_memory_points(job).resume,  # all ranks are restarted when one is lost
@@ -209,7 +209,7 @@ class Member:
             digest_every_steps=job.monitor.digest_every_steps,
             num_shards=self._start.num_shards,
             weights_by_name=self._start.weights_by_name,
-            run_uri=run_uri,
+            run_uri=storage.root,
             sources=sources,
             document_losses=job.monitor.document_losses or 0,
         )

@@ -75,7 +75,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
         require_gpus()
-    parallel = require_memory(job)
+    parallel = require_memory(starting.reading_job(job, RunStore(storage)))
     if "RANK" not in os.environ:
         raise ConfigError(
             f"RANK is not set, so torchrun did not start this process; {_USAGE}", code="command.not_torchrun"
@@ -282,7 +282,7 @@ def _look(
         if preview.reached(plan):
             return spec, plan, 0
         for note in (
-            *require_model(job, plan, spec.vocab_size),
+            *require_model(starting.reading_job(job, store, plan.point), plan, spec.vocab_size),
             *code_changes(store, job, plan.point),
         ):
             say(note)

@@ -21,6 +21,7 @@ from orchestrator.launch.api import dry_run
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
+from tests.launch.runner import Runner
 from tests.raising import raises
 from tests.trainer.architectures import GEMMA2
 
@@ -226,3 +227,77 @@ def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
         else:
             assert printed.out.startswith("refused: ")
             assert "None" not in printed.out.partition("learning rate")[0]
+
+
+LORA = {"rank": 2, "alpha": 4.0, "target_modules": "all-linear"}
+NEEDED: dict[str, tuple[dict[str, Any], str]] = {
+    "an objective": ({"train.objective": "gone_code:objective"}, "objective.not_callable"),
+    "units": (
+        {
+            "train.objective": "tests.trainer.objectives:cross_entropy",
+            "train.objective_units": "gone_code:units",
+        },
+        "objective.not_callable",
+    ),
+    "an optimizer": ({"train.optimizer": "gone_code:make"}, "optimizer.not_callable"),
+    "a callback": ({"train.callbacks": ["gone_code:Callback"]}, "callback.not_callable"),
+    "a factory": ({"model.config": None, "model.factory": "gone_code:build"}, "model.factory_not_callable"),
+    "the factory of a frozen model": (
+        {"model.frozen": {"teacher": {"factory": "gone_code:build"}}},
+        "model.factory_not_callable",
+    ),
+    "a frozen model": ({"model.frozen": {"teacher": {"pretrained": "/nowhere"}}}, "weights.no_folder"),
+    "the weights of a frozen model": (
+        {"model.frozen": {"teacher": {"config": GEMMA2, "init_from": "/nowhere"}}},
+        "weights.no_files",
+    ),
+    "the base of adapters": (
+        {"model.config": None, "model.pretrained": "/nowhere", "model.lora": LORA},
+        "weights.no_folder",
+    ),
+    "what says which model it is": (
+        {"model.config": None, "model.pretrained": "/nowhere"},
+        "weights.no_folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEEDED)
+@pytest.mark.quick("an objective", "a frozen model", "the base of adapters")
+def test_a_resume_that_lacks_what_its_workers_need_is_refused_as_a_new_run_is(
+    case: str, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    changes, code = NEEDED[case]
+    runner = Runner(tiny_config({"train.max_steps": 1000, **changes}))
+    with pytest.raises(ConfigError) as new:
+        dry_run(runner.config())
+    assert new.value.code == code
+    runner.launch()
+    with raises(ConfigError, code) as caught:
+        orchestrator.train(runner.config())
+    assert (str(caught.value), caught.value.exit_code) == (str(new.value), 2)
+    plan = orchestrator.plan(runner.config())
+    assert (plan.action, plan.codes) == ("refuse", (code,))
+    assert runner.store.claim_numbers() == [1], "nothing was begun"
+
+
+def test_a_resume_that_has_nothing_left_to_train_needs_nothing(tiny_config: Any) -> None:
+    lacks = {"train.callbacks": ["gone_code:Callback"], "train.max_steps": 10}
+    runner = Runner(tiny_config(lacks))
+    runner.launch()
+    plan = orchestrator.plan(runner.config())
+    assert (plan.action, plan.remaining_steps) == ("resume", 0)
+    assert orchestrator.train(runner.config()).outcome == "done"
+
+
+def test_of_a_cluster_elsewhere_missing_weights_are_a_warning(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.255.255.1:6379")
+    changes = {"model.config": None, "model.pretrained": "/nowhere", "model.lora": LORA}
+    runner = Runner(tiny_config({"train.max_steps": 1000, **changes}))
+    runner.launch()
+    plan = orchestrator.plan(runner.config())
+    assert plan.action == "resume"
+    assert any(note.startswith("warning: from here model.pretrained=/nowhere") for note in plan.notes)

@@ -24,6 +24,8 @@ _COPY, _OF_PEFT, _LORA = f".modules_to_save.{_ADAPTER}.", "base_model.model.", "
 class Tensors(Protocol):
     """The model's tensors of a point, see `export.PointTensors`."""
 
+    name: str
+    fixed: Mapping[str, str]
     entries: tuple[SavedTensor, ...]
 
     def read(self, entry: SavedTensor) -> bytearray:
@@ -65,10 +67,12 @@ class MergedTensors:
 
     def __init__(self, point: Tensors, config: Mapping[str, Any], model: ModelConfig) -> None:
         """`config` is the point's, flat. Raises as `PointTensors.read` and `merged_tensors`."""
-        from orchestrator.trainer.model.merged_model import merged_tensors
+        from orchestrator.trainer.state.merged_model import merged_tensors
 
         trained = ((entry, point.read(entry)) for entry in point.entries)
-        made = list(merged_tensors(model, config["train.precision"], config["train.seed"], trained))
+        how = config["train.precision"], config["train.seed"]
+        made = list(merged_tensors(model, *how, trained, point.name, point.fixed))
+        self.name, self.fixed = point.name, point.fixed
         self.entries = tuple(entry for entry, _ in made)
         self._data = {entry.name: data for entry, data in made}
 

@@ -34,11 +34,11 @@ from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
 from orchestrator.checkpoint.files.manifest import EMA, MODEL, PartDamage
 from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
+from orchestrator.checkpoint.points.model_folders import as_read, kept_folder, model_given
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.config.field_rules import in_todays_fields, nested
-from orchestrator.config.sections import ModelConfig
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
@@ -181,6 +181,7 @@ def _header(forms: Iterable[TensorForm]) -> bytes:
 class PointTensors:
     """The model's tensors of the point `name`. `entries` are ordered by name.
 
+    `fixed`: the digests of weights that the point was trained with and does not hold, by their fields.
     `say` is called with the progress of reading. `averaged`: of each weight its average (`train.ema`), and
     the other tensors as they are.
     """
@@ -194,7 +195,7 @@ class PointTensors:
     ) -> None:
         """Raises `ResumePointError` naming the damaged file, and `RefusedError` if there are no averages."""
         manifest = store.read_manifest(name)
-        self._name, self._reader = name, PointReader(store.storage, manifest)
+        self.name, self.fixed, self._reader = name, manifest.fixed, PointReader(store.storage, manifest)
         averages = {of: tensor for (group, of), tensor in manifest.tensors.items() if group == EMA}
         if averaged and not averages:
             raise RefusedError(
@@ -221,7 +222,7 @@ class PointTensors:
         try:
             self._reader.read({(entry.group, entry.name): TensorRequest(rows=rows, target=BytesTarget(data))})
         except PartDamage as error:
-            damage = Damage(point=self._name, file=error.file, reason=error.reason)
+            damage = Damage(point=self.name, file=error.file, reason=error.reason)
             raise ResumePointError(
                 f"{damage}; restore the file, or take another point", code="point.damaged"
             ) from error
@@ -242,6 +243,7 @@ def export_point(
     say: Callable[[str], None] = lambda text: None,
     averaged: bool = False,
     merged: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Exported:
     """Writes the weights of the point `name` to the folder `out`, which must not exist or must be empty.
 
@@ -252,7 +254,8 @@ def export_point(
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
     `averaged` writes the averages of `train.ema` in place of the weights, in float32 without a `dtype`.
     Adapters (`model.lora`) are written for peft, or `merged` into the weights that they belong to, which are
-    read and held in memory. `say` is called with the progress if the export takes long.
+    read and held in memory. `overrides` (`key=value`) say where weights are that the point does not hold.
+    `say` is called with the progress if the export takes long.
 
     Raises `RefusedError` for another `dtype`, a point without averages or (`merged`) without adapters, an
     `out` that is taken or in the run's folder, and a point that the run has deleted meanwhile. Raises
@@ -267,13 +270,14 @@ def export_point(
     where = store.storage.beside(str(out))
     if where.folder is None:
         _require_free_prefix(where, store.storage.root)
-        return write_export(store, name, where, "", dtype, shard_bytes, say, averaged, merged)
+        return write_export(store, name, where, "", dtype, shard_bytes, say, averaged, merged, overrides)
     folder, run = where.folder, store.storage.root
     _require_free(folder, run)
     beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
     try:
         at = Storage(str(beside))
-        exported = write_export(store, name, at, "", dtype, shard_bytes, say, averaged, merged)
+        how = dtype, shard_bytes, say, averaged, merged, overrides
+        exported = write_export(store, name, at, "", *how)
         _require_free(folder, run)
         os.rename(beside, folder)  # also if `out` is an empty folder
         Storage(str(folder.parent)).sync("")
@@ -296,6 +300,7 @@ def write_export(
     say: Callable[[str], None] = lambda text: None,
     averaged: bool = False,
     merged: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Exported:
     """Writes new files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no
     EXPORT.
@@ -303,7 +308,7 @@ def write_export(
     try:
         point = store.read_point(name)
         tensors = PointTensors(store, name, say, averaged)
-        pieces, files = _pieces(store, point, tensors, dtype, merged)
+        pieces, files = _pieces(store, point, tensors, dtype, merged, overrides)
         files |= _tokenizer(store)
         written = [write_file(storage, folder, path, data) for path, data in sorted(files.items())]
         written += write_tensors(storage, folder, pieces, shard_bytes, adapters=SETTINGS in files)
@@ -338,12 +343,6 @@ def write_export(
     return exported
 
 
-def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the `model` section of a point's flat configuration."""
-    fields = {path.removeprefix("model."): v for path, v in config.items() if path.startswith("model.")}
-    return ModelConfig.model_validate_json(orjson.dumps(fields))
-
-
 # ---------------------------------------------------------------------------------------------------- inside
 def _require_outside(where: str, run: str) -> None:
     if where == run or run in above(where):
@@ -373,12 +372,18 @@ def _require_free(folder: Path, run: str) -> None:
 
 
 def _pieces(
-    store: RunStore, point: Point, tensors: Tensors, dtype: str | None, merged: bool
+    store: RunStore,
+    point: Point,
+    tensors: Tensors,
+    dtype: str | None,
+    merged: bool,
+    overrides: Sequence[str],
 ) -> tuple[list[TensorBatch], dict[str, bytes]]:
     """Returns what is written of the tensors, and the configuration files."""
     own = orjson.dumps(nested(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     flat = in_todays_fields(point.config)
-    config = model_of(flat)
+    attempt = point.key.attempt
+    config = as_read(store, attempt, flat, model_given(flat, overrides), overrides)
     if config.lora is not None and not merged:
         names = [entry.name for entry in tensors.entries]
         files = {SETTINGS: settings_file(config, config.lora, names), RUN_CONFIG: own}
@@ -397,7 +402,8 @@ def _pieces(
 
     by_name = {entry.name: entry for entry in tensors.entries}
     shapes = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
-    form = SavedForm(config, shapes, dtype, _special_ids(store, flat))
+    with kept_folder(config, store.storage, attempt) as kept:
+        form = SavedForm(kept, shapes, dtype, _special_ids(store, flat))
 
     def make(group: Any) -> Mapping[str, Buffer]:
         return form.make(group, {n: (tensors.read(by_name[n]), *shapes[n]) for n in group.names})

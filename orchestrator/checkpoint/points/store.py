@@ -5,6 +5,7 @@ It defines names, contents and the order of writing.
     run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
                                    (planning.identity.RunIdentity), forked_from
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
+    model/0001.json                see checkpoint.points.model_folders
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
                                    exclusively
     attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets, differences,

@@ -83,6 +83,7 @@ class Attempt:
     `parallel`: how the state is divided (None: nothing is trained, or it is unknown).
     `code`: the files of the configuration's functions; for `orchestrator fork`, which trains nothing, those
     that its point was trained with (empty: not recorded).
+    `places`: the folders to which the relative paths of weights lead.
     `found` is for the process that begins the attempt, `earlier` for a restarted coordinator.
     """
 
@@ -110,6 +111,7 @@ class Attempt:
     restart: RestartRequest | None = None
     parallel: ParallelChoice | None = None
     code: Mapping[str, Code] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     found: StartFindings = StartFindings()
     earlier: EarlierCoordinator = EarlierCoordinator()
 
@@ -171,6 +173,7 @@ def note_beginning(
         forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
         parallel=encode(attempt.parallel) if attempt.parallel else None,
         code={field: encode(code) for field, code in attempt.code.items()} or None,
+        places=dict(attempt.places) or None,
     )
     for record in attempt.found.brought:
         journal.step(record)

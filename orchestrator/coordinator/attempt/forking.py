@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.points.model_folders import copy_configuration
 from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.point_files import Each
 from orchestrator.checkpoint.points.points import Point, parse_point_name
@@ -205,6 +206,9 @@ def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: boo
     if pinned:
         other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
     copy_frozen(other.storage, store.storage)
+    key = parse_point_name(fork.point)
+    assert key is not None, "its name was read"
+    copy_configuration(other.storage, key.attempt, store.storage)
     return store.create_run(name, run.identity, run.first_weights, fork, run.weights_by_name)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orchestrator.checkpoint.points.model_folders import located, model_of, why_other
 from orchestrator.checkpoint.points.point_files import Each
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
@@ -212,6 +213,7 @@ def decide(
         installed=installed_encoders(),
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
+        moved=_moved(store, config, point) if point is not None else {},
     )
     how = partial(plan_resume, config, rules, old_flat=flat)
     lists = here.changes(data) if here is not None and data is not None else ()
@@ -225,6 +227,18 @@ def decide(
     began = {source.name: source.began for source in here.before} if here is not None else {}
     changes = DataChanges(skip=skip, restart=undone(restart, lists))
     return how(at_the_point, data=replace(known, began=began), changes=changes)
+
+
+def _moved(store: RunStore, config: JobConfig, point: Point) -> dict[str, str]:
+    """Returns `moved` for `identity.refusals`: of `model.pretrained`, and of what adapters are beside."""
+    old, new = model_of(in_todays_fields(point.config)), config.model
+    found = {}
+    if old.pretrained != new.pretrained:
+        here = located(old, store), located(new, store)
+        found["model.pretrained"] = why_other(store.storage, point.key.attempt, *here)
+    if new.lora is not None and old.lora is not None and None not in (old.init_from, new.init_from):
+        found["model.init_from"] = ""  # the workers compare the digest of the weights
+    return found
 
 
 class AttemptEvent(Protocol):

@@ -146,6 +146,7 @@ class EventKind(StrEnum):
     ATTEMPT = (
         *("attempt", "launch", "why", "command", "host", "version"),
         *("pid", "machine", "pid_start", "config", "forked_from", "parallel", "code"),
+        "places",
     )
     END = "end", "outcome", "reason", "by"
     FAILURE = "failure", "step", "reason"

@@ -11,17 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.checkpoint.points.model_folders import with_paths
 from orchestrator.cluster.job_server import job_stop_s
 from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.sections import FrozenModelConfig, ModelConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorActor
@@ -53,7 +53,6 @@ from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.storage.open import absolute
 
 SETTLE_ANSWER_S = 30.0  # a live coordinator answers sooner
-_Weights = TypeVar("_Weights", ModelConfig, FrozenModelConfig)
 GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
 
 
@@ -144,7 +143,7 @@ def _task(
         launch=attempt.launch,
         coordinator=coordinator,
         feeder=feeder,
-        config=_with_absolute_weights(context.job),
+        config=_with_absolute_weights(context, attempt),
         budgets=attempt.budgets,
         config_digest=starting.config_digest(context.job),
         storage=context.storage.root,
@@ -158,22 +157,19 @@ def _task(
     )
 
 
-def _with_absolute_weights(job: JobConfig) -> JobConfig:
+def _with_absolute_weights(context: LaunchContext, attempt: Attempt) -> JobConfig:
     """The job for workers, whose current folder is another one than this process's.
 
     A path in a Ray job's copy of its working directory stays as it is: each node has its own copy, which is
     the workers' current folder.
     """
+    job = starting.reading_job(context.job, context.store, attempt.point.name if attempt.point else None)
 
-    def placed(model: _Weights) -> _Weights:
-        named = {"pretrained": model.pretrained, "init_from": model.init_from}
-        places = {name: absolute(where) for name, where in named.items() if where is not None}
-        update = {name: where for name, where in places.items() if JOB_COPIES not in PurePath(where).parts}
-        return model.model_copy(update=update)
+    def placed(path: str) -> str:
+        place = absolute(path)
+        return path if JOB_COPIES in PurePath(place).parts else place
 
-    model = placed(job.model)
-    frozen = {name: placed(each) for name, each in model.frozen.items()}
-    return job.model_copy(update={"model": model.model_copy(update={"frozen": frozen})})
+    return job.model_copy(update={"model": with_paths(job.model, placed)})
 
 
 def _launch(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.points.model_folders import as_read, names_weights, without_folder
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
@@ -74,22 +75,27 @@ def evaluate(
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Evaluated]:
-    """Evaluates a point's weights with the point's configuration; `overrides` may change `eval.*`.
+    """Evaluates a point's weights with the point's configuration; `overrides` may change `eval.*`, and where
+    weights are that the point does not hold.
 
     Reads the run and changes nothing. With the run's parts and on the same kind of device, the numbers of
     runs with invariant numerics are equal to the bit. Raises `RefusedError` for other overrides, and as
     `data.dataset.prepare_trained` and `TrainState`.
     """
-    if wrong := [each for each in overrides if not each.strip().startswith(_ALLOWED)]:
+    if wrong := [e for e in overrides if not e.strip().startswith(_ALLOWED) and not names_weights(e)]:
         raise RefusedError(
             f"{wrong[0]}: an evaluation of a point takes its configuration from the point; only eval.*, "
-            "cluster.use_gpu and train.micro_batch_size can be given",
+            "cluster.use_gpu, train.micro_batch_size and the places of weights (model.pretrained, "
+            "model.frozen.NAME.pretrained) can be given",
             code="command.override_not_allowed",
         )
     seen = survey(store)
     found = find(store, seen, PointQuery(point=point)).point
     flat = {**in_todays_fields(found.config), "resume.from": "latest", "eval.at_end": True}
     job = _job(store, point, flat, overrides)
+    attempt = found.key.attempt
+    model = without_folder(as_read(store, attempt, flat, job.model, overrides), store.storage, attempt)
+    job = job.model_copy(update={"model": model})
     spec = prepare_trained(job, store.storage, _lists(store, found)).made_by(seen.encoders)
     specs = eval_specs(job, with_parts(job, store.storage, spec))
     say(f"evaluating {found.name} on {', '.join(specs)}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.points.model_folders import located, names_weights
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.field_rules import nested
@@ -104,11 +105,11 @@ def replay(
 ) -> Replayed:
     """Trains again up to the wanted step (or the last one that ends within that many tokens) and compares.
 
-    `overrides` are of `monitor` only, which has no effect here; they are only parsed. Raises `ConfigError`
+    `overrides` say where weights are now, or are of `monitor`, which has no effect here. Raises `ConfigError`
     for these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` if
     there is no place to begin or the journal has gaps, `DataIdentityError` if files have changed.
     """
-    history = ReplayHistory(store, wanted)
+    history = ReplayHistory(store, wanted, list(filter(names_weights, overrides)))
     if overrides:
         parse_config(history.first_regime().config.to_json(), overrides)
     expected = history.expected_digest()
@@ -166,16 +167,19 @@ def needs_a_launch(overrides: Sequence[str]) -> bool:
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         why = "it affects what is trained, or which run this is"
+        if names_weights(f"{key}="):
+            continue
         if key == "cluster.use_gpu":
             why = "GPUs add in another order than CPUs, so that the last bits differ"
         elif key == "data.num_tokenizers" or key.startswith(("cluster.", "monitor.")):
             continue
         raise RefusedError(
-            f"a replay cannot change {key}: {why}. It accepts cluster.* (without use_gpu), monitor.* and "
-            "data.num_tokenizers; to continue with another value, fork the run",
+            f"a replay cannot change {key}: {why}. It accepts cluster.* (without use_gpu), monitor.*, "
+            "data.num_tokenizers and the places of weights (model.pretrained, "
+            "model.frozen.NAME.pretrained); to continue with another value, fork the run",
             code="command.override_not_allowed",
         )
-    return any(not key.startswith("monitor.") for key in keys)
+    return any(not key.startswith("monitor.") and not names_weights(f"{key}=") for key in keys)
 
 
 def replay_as_run(
@@ -219,7 +223,7 @@ def _replayed(
     store, target, begin = history.store, history.target, history.begin
     new = RunStore(store.storage.beside(folder))
     segments = _segments(history)
-    jobs = [(_job(regime, folder, overrides), regime, until) for regime, until in segments]
+    jobs = [(_job(history, regime, folder, overrides), regime, until) for regime, until in segments]
     _begin(history, new, jobs[0][0] if jobs else None, say, stays is not None)
     for job, regime, until in jobs:
         if _newest(new) < until:
@@ -262,10 +266,13 @@ def _segments(history: ReplayHistory) -> list[tuple[Regime, int]]:
     return found
 
 
-def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
+def _job(history: ReplayHistory, regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
     storage, name = split(folder)
     flat = {**regime.config.flat(), **_QUIET, "run.name": name, "run.storage": storage}
-    return parse_config(nested(flat), overrides)
+    job = parse_config(nested(flat), overrides)
+    if history.begin is not None:  # a fork finds the weights by what its run has recorded
+        return job
+    return job.model_copy(update={"model": located(job.model, history.store, recorded_first=True)})
 
 
 def _begin(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.points.model_folders import as_read, without_folder
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.field_rules import in_todays_fields, nested
@@ -37,6 +38,7 @@ from orchestrator.storage.parallel import at_once
 if TYPE_CHECKING:
     import torch
 
+    from orchestrator.config.sections import ModelConfig
     from orchestrator.data.feed.local_feed import InProcessFeed
     from orchestrator.trainer.gradient.invariant import InvariantGradient
     from orchestrator.trainer.state.train_state import TrainState
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 class Regime:
     """What the steps of an attempt are trained with."""
 
+    attempt: int
     config: JobConfig
     budgets: Budgets
     sources: tuple[SourceLists, ...]  # the lists that it reads
@@ -65,8 +68,9 @@ class Regime:
 class ReplayHistory:
     """A run's history around a step: where to begin, the steps from there, and the regime of each."""
 
-    def __init__(self, store: RunStore, wanted: PointQuery) -> None:
-        self.store, self.seen = store, survey(store)
+    def __init__(self, store: RunStore, wanted: PointQuery, overrides: Sequence[str] = ()) -> None:
+        """`overrides` say where weights are now (`model_folders.names_weights`)."""
+        self.store, self.seen, self._overrides = store, survey(store), overrides
         points = _readable(store, self.seen)
         self.target = _target(self.seen, wanted, points)
         self.target_name = name_among(self.target, self.seen.lineage.records)
@@ -105,11 +109,21 @@ class ReplayHistory:
                 )
             flat = {**in_todays_fields(config), "resume.from": "latest"}
             self._regimes[attempt] = Regime(
-                config=parse_config(nested(flat)),
+                attempt=attempt,
+                config=parse_config(nested(flat), self._overrides),
                 budgets=parent.budgets or Budgets(),
                 sources=parent.sources,
             )
         return self._regimes[attempt]
+
+    def model_of(self, regime: Regime) -> ModelConfig:
+        """The model of a regime, with paths at which its weights are read from here.
+
+        Raises `RefusedError` as `model_folders.as_read`.
+        """
+        flat = in_todays_fields(self._configs[regime.attempt])
+        model = as_read(self.store, regime.attempt, flat, regime.config.model, self._overrides)
+        return model if self.begin is None else without_folder(model, self.store.storage, regime.attempt)
 
     def first_regime(self) -> Regime:
         """The regime of the first step to train, or, if there is none, of the one after the target."""
@@ -303,9 +317,9 @@ class StepReplayer:
         config, history = self._regime.config, self._history
         if not self.notes:
             self.notes += notes_on(config)
-        run = history.store.read_run()
+        run, model = history.store.read_run(), history.model_of(self._regime)
         by_name = run is not None and run.weights_by_name
-        self.state: TrainState = TrainState(config.model, config.train, self._device, True, by_name)
+        self.state: TrainState = TrainState(model, config.train, self._device, True, by_name)
         by_document, rows = config.pack.attends_by_document, config.data.rows_per_sample
         frozen = self.state.frozen.models
         self._objective = objective_of(config.train, by_document, config.pack.seq_len, frozen, rows)

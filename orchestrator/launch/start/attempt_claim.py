@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
+from orchestrator.checkpoint.points.model_folders import keep_configuration, located, places_of
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.cluster.machine import Process, ProcessLook, Silence, has_ended, look_at_process, machine_id
@@ -90,7 +91,8 @@ def claimed(
         each = ReadAtOnce(store.storage, say, "resume points that are marked as damaged")
         drawn, known = (looked.drawn, looked.damages) if looked is not None else (None, ())
         attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
-        yield replace(attempt, code=code_of(job)), plan
+        keep_configuration(store.storage, made.number, located(job.model, store))
+        yield replace(attempt, code=code_of(job), places=places_of(job.model, store)), plan
 
 
 @contextmanager

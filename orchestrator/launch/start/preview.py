@@ -223,10 +223,6 @@ def _notes(
         from orchestrator.checkpoint.export.export_files import weights_sentence
 
         notes.append(weights_sentence(job.model.init_from))
-    try:
-        require_reachable(job.model)
-    except StorageError as error:  # the workers may see what this machine does not
-        notes.append(f"warning: from here {error}")
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append(said_of_files(store, point))
@@ -241,6 +237,15 @@ def _notes(
         )
     notes += [f"warning: {damage}; nothing that a start needs is lost" for damage in seen.damages[:_NAMED]]
     return notes
+
+
+def unreached(job: JobConfig) -> list[str]:
+    """Warns of weights beside adapters that this machine does not reach. The workers may reach them."""
+    try:
+        require_reachable(job.model)
+    except StorageError as error:
+        return [f"warning: from here {error}"]
+    return []
 
 
 def said_of_files(store: RunStore, point: Point) -> str:

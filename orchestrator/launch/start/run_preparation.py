@@ -17,7 +17,8 @@ from blake3 import blake3
 from orchestrator.checkpoint.node_local.node_folder import Nodes, NodesHere
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.node_local.node_storage import run_storage as storage_of_run
-from orchestrator.checkpoint.points.points import Point, random_numbers
+from orchestrator.checkpoint.points.model_folders import located, without_folder
+from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name, random_numbers
 from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_inventory import JOB_COPIES
@@ -246,6 +247,21 @@ def config_digest(job: JobConfig) -> str:
     rules = {rule.path: rule.rule for rule in field_rules()}
     decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
     return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def reading_job(job: JobConfig, store: RunStore, point: str | None = None) -> JobConfig:
+    """Returns the job with the paths at which its weights are read from the current folder.
+
+    It is for building the model, and is never recorded: the run keeps the paths as they were written. `point`
+    is the one that is continued; without a name the newest one. Raises as `model_folders.located` and
+    `without_folder`.
+    """
+    model = located(job.model, store)
+    newest = newest_first((point,) if point is not None else store.point_names())[:1]
+    key = parse_point_name(newest[0]) if newest else None
+    if key is not None:
+        model = without_folder(model, store.storage, key.attempt)
+    return job if model == job.model else job.model_copy(update={"model": model})
 
 
 def coordinator_start(

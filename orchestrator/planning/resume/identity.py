@@ -292,24 +292,35 @@ def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]
     return found
 
 
-def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[Refusal, ...]:
+def refusals(
+    different: Iterable[Difference],
+    point: str,
+    content_known: bool,
+    moved: Mapping[str, str] = {},  # noqa: B006  never changed
+) -> tuple[Refusal, ...]:
     """Returns a refusal for each value that no resume may change.
 
     `point` is its name, or empty without a point. A path names a content. If contents are compared too
-    (`content_known`), a different path is not refused.
+    (`content_known`), a different path is not refused. `moved`: why the content at the new path of a field is
+    another one, empty if it is the same.
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
         Refusal(
             CHANGED_SETTING,
             f"{subject} was made with {part.field}={value_text(part.old)}, the job asks for "
-            f"{value_text(part.new)}; keep {part.field}={value_text(part.old)}, {or_anew(d.field)}or start a "
-            "new run under another run.name",
+            f"{value_text(part.new)}{_because(moved.get(d.field))}; keep "
+            f"{part.field}={value_text(part.old)}, {or_anew(d.field)}or start a new run under another "
+            "run.name",
         )
         for d in different
         for part in d.parts()
-        if d.rule == "same" and not (content_known and is_content(d))
+        if d.rule == "same" and not (content_known and is_content(d)) and moved.get(d.field) != ""
     )
+
+
+def _because(why: str | None) -> str:
+    return f" ({why})" if why else ""
 
 
 def is_content(difference: Difference) -> bool:

@@ -264,6 +264,7 @@ class KnownData:
     `installed`: the encoders here (see `encoders.choose_next`).
     `weights`, `num_blocks`: those of the job's sources.
     `began`: the first epoch of each source's newest start.
+    `moved`: as in `identity.refusals`.
     """
 
     identities: tuple[RunIdentity, RunIdentity] | None = None
@@ -272,6 +273,7 @@ class KnownData:
     weights: Mapping[str, int] | None = None
     num_blocks: Mapping[str, int] | None = None
     began: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +312,7 @@ def plan_resume(
     different = differences(old, config.flat(), rules, restart.sources)
     changed = _optimizer_change(config, point, old)
     refused = [
-        *refusals(different, point.name if point else "", identities is not None),
+        *refusals(different, point.name if point else "", identities is not None, data.moved),
         *_identity_refusals(identities, config, old_flat),
         *_asked_refusals(skip, restart, lists),
         *_pack_refusals(config, point),

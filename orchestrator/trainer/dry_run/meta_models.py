@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.sections import BUILT_IN
+from orchestrator.errors import ConfigError, StorageError
 from orchestrator.planning.state.memory import ModelSize
 from orchestrator.trainer.model.model_settings import require_known_keys
 
 if TYPE_CHECKING:
-    from orchestrator.config.sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig, TrainConfig
 
 # The largest size of a model's weights, and of its logits, for which a forward pass is run with weights
 SMALL_BYTES = 512 << 20
@@ -93,9 +95,59 @@ def model_name(config: ModelConfig) -> str:
     return f"model.config of type {(config.config or {}).get('model_type')}"
 
 
+def require_export(config: ModelConfig, model: Any) -> None:
+    """Raises `ConfigError` if the trained model could not be exported."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from orchestrator.trainer.weights.saved_form import SavedForm, shapes_of
+
+    if (settings := type(model.config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{model_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers "
+            f"does not open what would be exported: it has no model for {settings.__name__}; take another "
+            "model or version",
+            code="model.export",
+        )
+    try:
+        SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
+    except StorageError:
+        raise
+    except Exception as error:  # transformers has no common base class for its errors
+        raise ConfigError(
+            f"{model_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
+            "installed transformers has no form of it in files: take another model or version",
+            code="model.export",
+        ) from error
+
+
+def require_teacher(model: Any, frozen: Mapping[str, Any], train: TrainConfig) -> None:
+    """Raises `ConfigError` if the built-in objective's teacher has another vocabulary than the model."""
+    from orchestrator.trainer.objective.linear_head import require_same_vocabulary
+
+    name = train.objective_args.get("teacher") if train.objective == BUILT_IN else None
+    if name is not None and frozen[name] is not None:
+        require_same_vocabulary(model, frozen[name], f"model.frozen.{name}")
+
+
 def scalars_of(model: Any) -> tuple[str, ...]:
     """Returns the names of parameters without dimensions."""
     return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
+
+
+def largest_table(model: Any) -> int | None:
+    """Returns the rows of the largest `torch.nn.Embedding`; None if there is none."""
+    from torch import nn
+
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+
+
+def num_embeddings(model: Any) -> int | None:
+    """Returns the number of ids that the model embeds; None if it does not provide it."""
+    try:
+        found = model.get_input_embeddings().num_embeddings
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def size_of(model: Any, adapters: bool = False) -> ModelSize:

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.sections import BUILT_IN, ModelConfig, TrainConfig
-from orchestrator.errors import ConfigError, OrchestratorError, StorageError
+from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize
 from orchestrator.trainer.callback_process import require_callback
@@ -28,11 +28,16 @@ from orchestrator.trainer.dry_run.meta_models import (
     frozen_note,
     frozen_on_meta,
     frozen_small,
+    largest_table,
     model_name,
     model_on_meta,
+    num_embeddings,
+    require_export,
+    require_teacher,
     scalars_of,
     size_of,
 )
+from orchestrator.trainer.dry_run.start_needs import import_functions, lacks_weights, names_functions
 from orchestrator.user_function import find_function
 
 if TYPE_CHECKING:
@@ -72,16 +77,23 @@ class ModelFacts:
 
 
 def require_model(
-    job: JobConfig, plan: ResumePlan, vocab_size: int, facts: ModelFacts | None = None
+    job: JobConfig,
+    plan: ResumePlan,
+    vocab_size: int,
+    facts: ModelFacts | None = None,
+    trains_here: bool = True,
 ) -> tuple[str, ...]:
     """Raises `ConfigError` if no start can use the job's model with its tokenizer.
 
     That is so if no start can build the model, or if the tokenizer has ids that it does not embed. The
-    tokenizer has `vocab_size` ids. Returns notes. A model that the run's point was made with is not tried
-    again. `facts`: the result of an earlier trial, if there was one.
+    tokenizer has `vocab_size` ids. Returns notes. `facts`: the result of an earlier trial, if there was one.
+
+    A model that the run's point was made with is not tried again. Then the user's functions are imported, and
+    the weights that workers read beside the point must be there (`start_needs`). Where the workers run on
+    other machines than this one (not `trains_here`), these may have the weights, and a note warns.
     """
     if not is_to_try(plan):
-        return ()
+        return () if is_done(plan) else _require_needs(job, trains_here)
     facts = try_model(job) if facts is None else facts
     require_vocabulary(facts, job, vocab_size)
     require_rows(facts, job)
@@ -99,6 +111,24 @@ def require_model(
             "unless the model itself maps ids to rows, training fails at the first larger id"
         )
     return tuple(notes)
+
+
+def _require_needs(job: JobConfig, trains_here: bool) -> tuple[str, ...]:
+    if names_functions(job.model, job.train):
+        _build_elsewhere({**_task(job), "only_imports": True})
+    if lacks_weights(job.model):
+        try:
+            try_model(job)
+        except ConfigError as error:
+            if trains_here:
+                raise
+            return (f"warning: from here {error}",)
+    return ()
+
+
+def is_done(plan: ResumePlan) -> bool:
+    """Whether a start has nothing left to train, and therefore starts no worker."""
+    return plan.point is not None and plan.remaining_steps == 0
 
 
 def is_to_try(plan: ResumePlan) -> bool:
@@ -127,8 +157,24 @@ def try_model(job: JobConfig) -> ModelFacts:
     is left to the workers, and `note` reports that. Pretrained weights are not read, but their existence is
     checked.
     """
+    task = _task(job)
+    if not names_functions(job.model, job.train) and "torch" in sys.modules:
+        return _build(job.model, **{name: value for name, value in task.items() if name not in _OUTSIDE})
+    # A user's module is imported again each time, because a notebook user may have fixed it.
+    return _build_elsewhere(task)
+
+
+_OUTSIDE = ("model", "units", "callbacks")  # of a task, what is no argument of `_build`
+
+
+def _task(job: JobConfig) -> dict[str, Any]:
+    """Returns what the process that tries the model is given."""
     use_gpu, train = job.cluster.use_gpu, job.train
-    task: dict[str, Any] = {
+    units = train.objective_units if ":" in train.objective_units else None
+    return {
+        "model": job.model.model_dump(mode="json"),
+        "units": units,
+        "callbacks": list(train.callbacks),
         "device_type": "cuda" if use_gpu else "cpu",
         "invariant": not train.is_fast(use_gpu),
         # samples of this length have attention within documents; None: attention to the whole sample
@@ -139,14 +185,6 @@ def try_model(job: JobConfig) -> ModelFacts:
         "objective": None if train.objective == BUILT_IN else (train.objective, train.objective_args),
         "train": train.model_dump_json(),
     }
-    # A user's module is imported again each time, because a notebook user may have fixed it.
-    units = train.objective_units if ":" in train.objective_units else None
-    is_users = job.model.factory or task["objective"] or units or ":" in train.optimizer or train.callbacks
-    is_users = is_users or any(frozen.factory for frozen in job.model.frozen.values())
-    if not is_users and "torch" in sys.modules:
-        return _build(job.model, **task)
-    beside = {"units": units, "callbacks": list(train.callbacks)}
-    return _build_elsewhere({"model": job.model.model_dump(mode="json"), **beside, **task})
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
@@ -251,13 +289,13 @@ def _build(
         if model is None:
             return ModelFacts(note=note)
         if config.factory is None:
-            _require_export(config, model)
-        known, largest = _num_embeddings(model), _largest_table(model)
+            require_export(config, model)
+        known, largest = num_embeddings(model), largest_table(model)
         if config.lora is not None:
             add_adapters(model, config.lora, 0)
         frozen = frozen_on_meta(config, device_type, invariant, precision, within is not None)
         if train is not None:
-            _require_teacher(model, frozen, TrainConfig.model_validate_json(train))
+            require_teacher(model, frozen, TrainConfig.model_validate_json(train))
         size = size_of(model, adapters=config.lora is not None)
         optimizer = () if train is None else _optimizer_notes(model, TrainConfig.model_validate_json(train))
         forward = Forward()
@@ -299,15 +337,6 @@ def _build(
         ),
         note=forward.note,
     )
-
-
-def _require_teacher(model: Any, frozen: Mapping[str, Any], train: TrainConfig) -> None:
-    """Raises `ConfigError` if the built-in objective's teacher has another vocabulary than the model."""
-    from orchestrator.trainer.objective.linear_head import require_same_vocabulary
-
-    name = train.objective_args.get("teacher") if train.objective == BUILT_IN else None
-    if name is not None and frozen[name] is not None:
-        require_same_vocabulary(model, frozen[name], f"model.frozen.{name}")
 
 
 def _optimizer_notes(model: Any, train: TrainConfig) -> tuple[str, ...]:
@@ -372,45 +401,6 @@ def _require_attention(
     return False
 
 
-def _require_export(config: ModelConfig, model: Any) -> None:
-    """Raises `ConfigError` if the trained model could not be exported."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from orchestrator.trainer.weights.saved_form import SavedForm, shapes_of
-
-    if (settings := type(model.config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"{model_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers "
-            f"does not open what would be exported: it has no model for {settings.__name__}; take another "
-            "model or version",
-            code="model.export",
-        )
-    try:
-        SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
-    except StorageError:
-        raise
-    except Exception as error:  # transformers has no common base class for its errors
-        raise ConfigError(
-            f"{model_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
-            "installed transformers has no form of it in files: take another model or version",
-            code="model.export",
-        ) from error
-
-
-def _largest_table(model: Any) -> int | None:
-    from torch import nn
-
-    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
-
-
-def _num_embeddings(model: Any) -> int | None:
-    try:
-        found = model.get_input_embeddings().num_embeddings
-    except (NotImplementedError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None
-
-
 def _main() -> None:
     """Runs the trial process: reads a task from stdin, and prints the facts or the refusal as the
     last line.
@@ -422,12 +412,15 @@ def _main() -> None:
             find_function("train.objective_units", units, "objective.not_callable", num_positional=1)
         for name in given.pop("callbacks"):
             require_callback(name)
+        only_imports = given.pop("only_imports", False)
         with paused_gc():
             import torch  # its own memory does not count
 
             torch.set_num_threads(1)  # each thread would take memory for its stack
             _limit_memory()
-            answer = asdict(_build(config, **given))
+            if only_imports:
+                import_functions(config, TrainConfig.model_validate_json(given["train"]))
+            answer = asdict(ModelFacts() if only_imports else _build(config, **given))
     except OrchestratorError as error:
         answer = {"refused": str(error), "code": error.code}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")

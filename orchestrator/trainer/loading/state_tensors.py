@@ -195,18 +195,26 @@ def point_reader(
     Raises as `continued`, and `ResumePointError` if the point was trained with other weights beside it.
     """
     manifest = files.manifest(point)
-    for name, digest in how.fixed.items():
-        if manifest.fixed.get(name, digest) != digest:
-            raise ResumePointError(
-                f"resume point {point} was trained with weights of {name} whose digest is "
-                f"{manifest.fixed[name]}, those there now have {digest}; put the files back, or give other "
-                "weights another name",
-                code="weights.changed",
-            )
+    require_fixed(point, manifest.fixed, how.fixed)
     saved = {name: (tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
     kept = continued(items, saved, f"resume point {point}", how.reset_optimizer)
     pinned = any(item.tensor.is_cuda for item in items)
     return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned)), kept
+
+
+def require_fixed(point: str, recorded: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """Raises `ResumePointError` if weights are not those that a point was trained with beside its own.
+
+    `recorded` are the point's digests of them by their fields, `there` those of the weights now.
+    """
+    for name, digest in there.items():
+        if recorded.get(name, digest) != digest:
+            raise ResumePointError(
+                f"resume point {point} was trained with weights of {name} whose digest is "
+                f"{recorded[name]}, those there now have {digest}; put the files back, or give other "
+                "weights another name",
+                code="weights.changed",
+            )
 
 
 def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:

@@ -68,6 +68,25 @@ def require_reachable(config: ModelConfig) -> None:
         )
 
 
+def holds_model(where: str) -> bool:
+    """Whether a folder or bucket has a configuration and safetensors, by names alone.
+
+    Raises as `open_storage`, and `StorageError`.
+    """
+    names = open_storage(where).list("")
+    return "config.json" in names and any(name.endswith(".safetensors") for name in names)
+
+
+def holds_weights(where: str) -> bool:
+    """Whether a resume point or exported weights are there, by names alone. Raises as `holds_model`."""
+    if is_point(where):
+        return True
+    try:
+        return bool(weight_files(where))
+    except ConfigError:
+        return False
+
+
 def is_point(where: str) -> bool:
     """Whether a resume point is at this folder or URI (else exported weights).
 
