@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import HOLDOUT
 from orchestrator.data.code_process import call, names_code
-from orchestrator.data.frozen import EVAL_FOLDER, EVAL_IDENTITY, frozen_sources
+from orchestrator.data.frozen import (
+    EVAL_FOLDER,
+    EVAL_IDENTITY,
+    TOKENIZER_FOLDER,
+    frozen_sources,
+    read_frozen,
+)
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.tokenizer_files import is_there
 from orchestrator.errors import DataIdentityError, naming_fields
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.resume.identity import RunIdentity, compare
@@ -100,6 +107,7 @@ def _prepared(job: JobConfig, storage: Storage, name: str) -> DataSpec:
     own, at = _job_of(job, name), _folder(storage, name)
     with _naming(name):
         if frozen_sources(at) is None:
+            own = _with_frozen_tokenizer(own, storage)
             return call(names_code(own), prepare_data, own, None)
         try:
             spec = call(names_code(own), prepare_data, own, at)
@@ -124,6 +132,15 @@ def _naming(name: str) -> Iterator[None]:
     """Within the block, errors about `data.sources` name the sources of the part instead."""
     with naming_fields(f"eval.parts.{name}", {"data.sources": f"eval.parts.{name}.sources"}):
         yield
+
+
+def _with_frozen_tokenizer(job: JobConfig, storage: Storage) -> JobConfig:
+    """The job with the run's copy of its tokenizer, if none is where the job names the run's own."""
+    frozen, name = read_frozen(storage), job.data.tokenizer
+    if frozen is None or name != frozen.record.tokenizer or is_there(name):
+        return job
+    copy = join(storage.root, TOKENIZER_FOLDER)
+    return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": copy})})
 
 
 def _changed(name: str, what: str) -> DataIdentityError:

@@ -144,6 +144,13 @@ def test_an_error_about_the_source_of_a_part_names_the_part() -> None:
         orchestrator.open("example").evaluate(overrides=[missing])
 
 
+def test_a_part_is_read_with_the_runs_copy_of_a_tokenizer_that_is_away() -> None:
+    run, part = orchestrator.open("example"), [f"eval.parts={{mine: {{{OTHER}}}}}", "eval.max_samples=3"]
+    before = run.evaluate(overrides=part)
+    Path("corpus/tokenizer").rename("away")
+    assert run.evaluate(overrides=part) == before
+
+
 def test_data_of_a_part_that_changed_are_refused_by_name() -> None:
     with open("other/b.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
