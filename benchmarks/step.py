@@ -10,9 +10,11 @@ over the turns. On a GPU they run one after the other.
 `first_step_s` (from the start of the process), `micro_batch_size`: of each row. `of_best`, `of_eager`: to the
 fastest loop and to the eager one. `kernel_share`: the share of a turn in which some kernel ran on the GPU.
 `documents_cost`: time with documents kept apart over time without, less 1. `save_slowdown_s`: what one save
-adds to the steps beside it. `memory_point_cost`: of a memory point every 10 steps, with two ranks in shards,
-over none, less 1. `resume_s`: from the start of a process to its first step after a SIGKILL, by parts; `bare`
-is `first_step_s` of the eager loop and a read of the point's bytes. The last line is one JSON object
+adds to the steps beside it. `invariant_cost`: time under invariant numerics over time under fast ones, less
+1; on a CPU both with one thread, which invariant numerics need. `memory_point_cost`: of a memory point every
+10 steps, with two ranks in shards, over none, less 1. `resume_s`: from the start of a process to its first
+step after a SIGKILL, by parts; `bare` is `first_step_s` of the eager loop and a read of the point's bytes.
+The last line is one JSON object
 {device, rows} with the product's values; null could not be measured here.
 
 `--size` chooses the model (default: `mini` on a CPU, `1b` on a GPU), `--only` parts of the table, and
@@ -43,7 +45,7 @@ from benchmarks.common import ROOT
 from benchmarks.step_loops import GPU_LOOPS, LOOPS, SIZES, Size
 from benchmarks.step_turns import ADDRESS, GPU, KEY
 
-PARTS = ("speed", "documents", "saves", "memory", "resume")
+PARTS = ("speed", "documents", "invariant", "saves", "memory", "resume")
 _LIMIT_S = 900.0
 _Row = dict[str, Any]
 
@@ -128,7 +130,7 @@ class Bench:
     """The processes of one run of the benchmark, with their files in `folder`."""
 
     def __init__(self, folder: Path, size: Size, changes: Sequence[str], turn_steps: int, turns: int) -> None:
-        self._folder, self._size, self._changes = folder, size, list(changes)
+        self.folder, self._size, self._changes = folder, size, list(changes)
         self._turn_steps, self._turns = turn_steps, turns
         corpus = [sys.executable, "-m", "orchestrator.cli.entry", "sample-corpus", str(folder / "corpus")]
         subprocess.run(corpus, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -136,41 +138,53 @@ class Bench:
     def loop(self, name: str) -> Worker:
         """Starts a hand-written loop."""
         size = json.dumps(vars(self._size))
-        return Worker(["benchmarks.step_loops", size, name], self._folder, name)
+        return Worker(["benchmarks.step_loops", size, name], self.folder, name)
 
-    def product(self, name: str, changes: Sequence[str] = (), world: int = 1) -> list[Worker]:
-        """Starts the ranks of a run of the product."""
-        path = self._folder / f"{name}.json"
-        path.write_text(json.dumps(self._job(name)))
+    def product(
+        self, name: str, changes: Sequence[str] = (), world: int = 1, threads: int | None = None
+    ) -> list[Worker]:
+        """Starts the ranks of a run of the product. `threads`: of torch, on the CPU."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ranks = []
         for rank in range(world):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+            path, environment = self.written(name, rank, world, port)
+            if threads is not None:
+                environment["OMP_NUM_THREADS"] = str(threads)
             arguments = ["benchmarks.step_product", str(path), *self._changes, *changes]
-            ranks.append(Worker(arguments, self._folder, f"{name}-{rank}", environment))
+            ranks.append(Worker(arguments, self.folder, f"{name}-{rank}", environment))
         return ranks
+
+    def written(self, name: str, rank: int, world: int, port: int = 0) -> tuple[Path, dict[str, str]]:
+        """Writes the job of a run; returns its path, and the environment of a rank. `port` 0: a free one."""
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps(self._job(name)))
+        if not port:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        return path, {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
 
     def points(self, name: str) -> list[Path]:
         """Returns the folders of the resume points of a run."""
-        return [commit.parent for commit in (self._folder / "runs" / name).rglob("COMMIT")]
+        return [commit.parent for commit in (self.folder / "runs" / name).rglob("COMMIT")]
 
     def _job(self, name: str) -> dict[str, Any]:
         size = self._size
         return {
-            "run": {"name": name, "storage": str(self._folder / "runs")},
+            "run": {"name": name, "storage": str(self.folder / "runs")},
             "data": {
                 "sources": [
-                    {"name": "text", "path": str(self._folder / "corpus" / "*.jsonl"), "format": "jsonl"}
+                    {"name": "text", "path": str(self.folder / "corpus" / "*.jsonl"), "format": "jsonl"}
                 ],
-                "tokenizer": str(self._folder / "corpus" / "tokenizer"),
+                "tokenizer": str(self.folder / "corpus" / "tokenizer"),
                 "num_tokenizers": 1,
                 "num_epochs": 64,
             },
@@ -281,6 +295,14 @@ class Bench:
         )
         return {"documents_cost": _cost(apart, whole)}
 
+    def invariant(self) -> dict[str, Any]:
+        """Returns `invariant_cost`."""
+        precision = () if not GPU else ("train.precision=float32",)
+        fast, invariant = self._alternately(
+            ("fast", precision), ("invariant", ("train.numerics=invariant", *precision)), threads=1
+        )
+        return {"invariant_cost": _cost(invariant, fast)}
+
     def memory(self) -> dict[str, Any]:
         """Returns `memory_point_cost`; null where two ranks do not find a device each."""
         if GPU and torch.cuda.device_count() < 2:
@@ -345,11 +367,12 @@ class Bench:
         *runs: tuple[str, Sequence[str]],
         world: int = 1,
         steps: int | None = None,
+        threads: int | None = None,
     ) -> list[list[_Row]]:
         """Returns the turns of each of the runs, which take turns."""
         found: list[list[_Row]] = [[] for _ in runs]
         with ExitStack() as ends:
-            groups = [ends.enter_context(self._running(run, world=world)) for run in runs]
+            groups = [ends.enter_context(self._running(run, world, threads=threads)) for run in runs]
             for _ in range(self._turns):
                 for turns, ranks in zip(found, groups, strict=True):
                     turns.append(_joint_turn(ranks, steps or self._turn_steps))
@@ -357,10 +380,10 @@ class Bench:
 
     @contextmanager
     def _running(
-        self, run: tuple[str, Sequence[str]], world: int, warm: bool = True
+        self, run: tuple[str, Sequence[str]], world: int, warm: bool = True, threads: int | None = None
     ) -> Iterator[list[Worker]]:
         """Runs the product until the end of the block, from its first steps on."""
-        ranks = self.product(*run, world=world)
+        ranks = self.product(*run, world=world, threads=threads)
         try:
             for rank in ranks:
                 rank.first_step()
@@ -411,7 +434,8 @@ def _cost(own: Sequence[_Row], other: Sequence[_Row]) -> float:
     return round(statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs) - 1, 4)
 
 
-def _device() -> str:
+def device_name() -> str:
+    """Returns what the figures were measured on."""
     if GPU:
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -425,10 +449,10 @@ def measure(
     size: Size, parts: Sequence[str], changes: Sequence[str], turn_steps: int, turns: int
 ) -> dict[str, Any]:
     """Returns the JSON object that is printed."""
-    found: dict[str, Any] = {"device": _device()}
+    found: dict[str, Any] = {"device": device_name()}
     names = ("tokens_s", "mfu", "of_best", "of_eager", "kernel_share", "peak_bytes", "micro_batch_size")
     found.update(dict.fromkeys((*names, "first_step_s", "documents_cost", "save_slowdown_s")))
-    found.update(memory_point_cost=None, resume_s=None, rows=[])
+    found.update(invariant_cost=None, memory_point_cost=None, resume_s=None, rows=[])
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         bench = Bench(Path(folder), size, changes, turn_steps, turns)
         if "speed" in parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ SIZES = {
         micro_batch_size=4,
     ),
 }
+SIZES["1b-8k"] = replace(SIZES["1b"], seq_len=8192, samples=4, micro_batch_size=1)
 # what each loop does beside plain eager PyTorch
 LOOPS: dict[str, frozenset[str]] = {
     "eager": frozenset(),

@@ -22,6 +22,7 @@ import orchestrator
 from orchestrator.checkpoint.export.export_files import read_marker, weights_sentence
 from orchestrator.checkpoint.files.manifest import PARTS, read_manifest
 from orchestrator.checkpoint.node_local.node_folder import make_node
+from orchestrator.checkpoint.points.model_folders import kept_configuration
 from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.checkpoint.points.quarantine import QuarantineFiles
 from orchestrator.checkpoint.points.sealed_votes import COMPLETED, REMOVED, decides, keep_vote, read_votes
@@ -99,6 +100,7 @@ SEALED = [
         path="generations/a0003-g0001.json",
         read=lambda s: read_starts(s, [(3, 1)], RUN_ID),
     ),
+    Sealed(row="model/0001.json", path="model/0001.json", read=lambda s: kept_configuration(s, 1)),
     Sealed(row="requests/<launch>/000001.json", path=f"requests/{LAUNCH}/000001.json", read=request),
     Sealed(row="findings/000001.json", path="findings/000001.json", read=finding),
     Sealed(

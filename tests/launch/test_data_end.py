@@ -101,4 +101,7 @@ def test_without_a_known_length_the_epochs_seen_are_said_as_far_as_blocks_tell(r
     run.launch(2)
     (seen,) = run.plan().sources
     assert 0 <= seen.epochs < seen.epochs_at_most <= 1
-    assert f" {seen.epochs:.2f} to {seen.epochs_at_most:.2f} epochs" in str(seen)
+    num_blocks = round(1 / (seen.epochs_at_most - seen.epochs))
+    place = f" in the {round(seen.epochs_at_most * num_blocks)}"
+    assert place in str(seen)
+    assert f" of {num_blocks} blocks of its 1st epoch" in str(seen)

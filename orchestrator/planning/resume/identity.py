@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from orchestrator.config.redaction import redacted
 from orchestrator.errors import Refusal
 from orchestrator.planning.resume.source_lists import restart_text
 
@@ -206,7 +207,13 @@ class Difference:
     rule: str
 
     def __str__(self) -> str:
-        return f"{self.field}: {value_text(self.old)} -> {value_text(self.new)}"
+        old, new = self.shown
+        return f"{self.field}: {old} -> {new}"
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Both values for people, without secrets."""
+        return value_text(redacted(self.old, self.field)), value_text(redacted(self.new, self.field))
 
     def parts(self) -> tuple[Difference, ...]:
         """Returns what differs inside the values, by path: `model.lora.rank` of the field `model.lora`.
@@ -308,10 +315,9 @@ def refusals(
     return tuple(
         Refusal(
             CHANGED_SETTING,
-            f"{subject} was made with {part.field}={value_text(part.old)}, the job asks for "
-            f"{value_text(part.new)}{_because(moved.get(d.field))}; keep "
-            f"{part.field}={value_text(part.old)}, {or_anew(d.field)}or start a new run under another "
-            "run.name",
+            f"{subject} was made with {part.field}={part.shown[0]}, the job asks for "
+            f"{part.shown[1]}{_because(moved.get(d.field))}; keep {part.field}={part.shown[0]}, "
+            f"{or_anew(d.field)}or start a new run under another run.name",
         )
         for d in different
         for part in d.parts()

@@ -993,12 +993,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		evalText() {
 			const e = this.run.last_eval;
-			if (!e) return '';
-			const of = (p) =>
-				p.part +
-				(p.loss == null ? ' has no loss' : ' loss ' + p.loss.toFixed(4)) +
-				(p.perplexity == null ? '' : ', perplexity ' + p.perplexity.toFixed(2));
-			return 'Evaluated after step ' + int(e.step) + ': ' + e.parts.map(of).join('; ');
+			return e && 'Evaluated at step ' + int(e.step) + ': ' + e.parts.map((p) => p.part + ' ' + f.short(p.loss));
 		},
 		lossText() {
 			const l = this.run.loss;
