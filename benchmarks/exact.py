@@ -45,7 +45,7 @@ WAYS: dict[str, Sequence[str]] = {
 def examine(bench: Bench, way: str) -> dict[str, Any]:
     """Returns the row of one way."""
     name = way.replace(" ", "-").replace(",", "")
-    saves = (f"train.max_steps={STEPS}", f"resume.every_steps={SAVE_EVERY}", "resume.keep_latest=null")
+    saves = (f"train.max_steps={STEPS}", f"resume.every_steps={SAVE_EVERY}", "resume.keep_latest=9")
     changes = [*WAYS[way], *saves]
     _to_end(bench, f"{name}-whole", changes)
     (worker,) = bench.product(f"{name}-killed", changes)

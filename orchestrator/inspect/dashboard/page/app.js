@@ -993,7 +993,8 @@ document.addEventListener('alpine:init', () => {
 		},
 		evalText() {
 			const e = this.run.last_eval;
-			return e && 'Evaluated at step ' + int(e.step) + ': ' + e.parts.map((p) => p.part + ' ' + f.short(p.loss));
+			const of = (p) => p.part + ' loss ' + f.short(p.loss);
+			return e && 'Evaluated after step ' + int(e.step) + ': ' + e.parts.map(of).join(', ');
 		},
 		lossText() {
 			const l = this.run.loss;
