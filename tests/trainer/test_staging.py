@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orchestrator.errors import StorageError
 from orchestrator.trainer.loading.state_tensors import tensor_bytes
-from orchestrator.trainer.saving.staging import StagingBuffer
+from orchestrator.trainer.saving.staging import BriefThread, StagingBuffer
 from tests.devices import CPU, DEVICES
 from tests.raising import raises
 from tests.trainer.staged import content, placed
@@ -151,3 +151,32 @@ def test_a_copy_that_fails_says_so_and_keeps_nobody_waiting(buffer: StagingBuffe
     with pytest.raises(NoMemoryError):
         staging.done.result(LIMIT_S)
     stage(buffer, [torch.ones(4)])
+
+
+def test_calls_run_in_their_order_in_a_thread_that_ends_with_the_last_one() -> None:
+    thread, found, may_end = BriefThread("brief"), list[int](), threading.Event()
+
+    def waits() -> None:
+        found.append(1)
+        assert may_end.wait(LIMIT_S)
+
+    def fails() -> None:
+        found.append(2)
+        raise ValueError("a call")
+
+    first = thread.submit(waits)
+    second, third = thread.submit(fails), thread.submit(found.append, 3)
+    may_end.set()
+    third.result(LIMIT_S)
+    assert found == [1, 2, 3]
+    assert first.result(LIMIT_S) is None
+    assert isinstance(second.exception(LIMIT_S), ValueError)
+    for each in threading.enumerate():
+        if each.name == "brief":
+            each.join(LIMIT_S)
+            assert not each.is_alive()
+    thread.submit(found.append, 4)
+    thread.shutdown()
+    assert found == [1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="follow a shutdown"):
+        thread.submit(found.append, 5)

@@ -23,9 +23,11 @@ import logging
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +65,54 @@ class Staging:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
+class BriefThread:
+    """Runs calls one after the other, in a thread that ends as soon as none is left.
+
+    A thread that has run a parallel operation of torch on the CPU keeps helpers for it (libgomp). As long as
+    it lives, these and those of the main thread may be more than the cores. Then all of them sleep between
+    operations, where they would spin, and each step takes longer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._thread: threading.Thread | None = None  # under the lock; None: it has ended or is about to
+        self._is_open = True
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Runs the call after those before it. Raises `RuntimeError` after `shutdown`."""
+        outcome: Future[None] = Future()
+        with self._lock:
+            if not self._is_open:
+                raise RuntimeError("no call can follow a shutdown")
+            self._calls.append((outcome, partial(function, *arguments)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name)
+                self._thread.start()
+        return outcome
+
+    def shutdown(self) -> None:
+        """Waits until all calls have ended."""
+        with self._lock:
+            self._is_open, thread = False, self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    return
+                outcome, call = self._calls.popleft()
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  the caller may look at it
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
+
+
 class StagingBuffer:
     """One flat buffer in shared memory, as large as the largest part that was `reserve`d.
 
@@ -78,8 +128,8 @@ class StagingBuffer:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Only this one thread touches the memory, so that pages are warm before data is copied to them.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        # Pages are warm before data is copied to them: calls run in their order.
+        self._thread = BriefThread("staging")
         self._shared = self._pinned = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -131,7 +181,7 @@ class StagingBuffer:
     def close(self) -> None:
         """Releases the memory once the current work has ended."""
         self._thread.submit(self._release)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
         os.close(self._handle)
 
     # ---------------------------------------------------------------------- in the thread
