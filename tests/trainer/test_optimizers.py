@@ -435,7 +435,7 @@ def test_a_class_of_torch_as_a_plug_in_gives_the_bits_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("name", PLUG_INS)
-@pytest.mark.quick("Normed")
+@pytest.mark.quick("Momentum")
 def test_a_plug_in_steps_shards_to_the_bits_of_one_process(name: str) -> None:
     job = plugged(name, **ODD)
     expected = {(item.group, item.name): item.tensor for item in stepped(job).items()}

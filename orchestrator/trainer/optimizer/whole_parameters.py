@@ -156,8 +156,9 @@ class _Round:
         """Returns the new tensors that are divided by rows, and the bytes of the others."""
         forms, wholes = _forms(own), self._put_together(own, gathered)
         (weight, gradient), divided = wholes[:2], wholes[2:]
-        state = {name: own.state[name].clone() for name in _undivided_names(own)}
-        state |= dict(zip(_divided_names(own), divided, strict=True))
+        tensors = {name: own.state[name].clone() for name in _undivided_names(own)}
+        tensors |= dict(zip(_divided_names(own), divided, strict=True))
+        state = {form.name: tensors[form.name] for form in own.forms}
         step_alone(own.setting, self._lr, weight, gradient, state, self._steps)
         beside = [tensor_as_bytes(state[name]).to(weight.device) for name in _undivided_names(own)]
         return [(forms[0], weight), *zip(forms[2:], divided, strict=True)], beside
