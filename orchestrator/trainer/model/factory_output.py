@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,7 +291,9 @@ def without_weights() -> Iterator[None]:
     known index is beyond what it selects from. In most cases it raises `UnknownValueError` where an unknown
     value is needed. Leaves torch's generator as it was. Compiles nothing.
     """
-    eager = torch.compiler.set_stance("force_eager")
+    # without its module, whose import takes a second, nothing is compiled
+    has_compiler = "torch._dynamo" in sys.modules
+    eager: Any = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
     with eager, torch.random.fork_rng(devices=[]), _WithoutWeights():  # type: ignore[no-untyped-call]
         yield
 
