@@ -263,7 +263,7 @@ NEEDED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NEEDED)
-@pytest.mark.quick("an objective", "a frozen model", "the base of adapters")
+@pytest.mark.quick("an objective", "the base of adapters")
 def test_a_resume_that_lacks_what_its_workers_need_is_refused_as_a_new_run_is(
     case: str, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_what_a_callback_is_called_with_can_be_read_in_the_run_at_that_moment(tm
     assert errors(launch) == []
 
 
+@pytest.mark.chaos
 def test_an_error_saves_and_stops_the_run_if_that_is_chosen(tmp_path: Path) -> None:
     job = job_of(tmp_path, "Hostile", train__on_callback_error="stop", train__max_steps=100_000)
     with members(tmp_path, "ab", job=job) as group:

@@ -188,7 +188,6 @@ IN_EVERY_TEST = {
     Case(layout="fsdp2", phase="joining", place="resharding", who=ONE, distils=True),
     Case(layout="hsdp", phase="step", place="summary_received", who=ONE, optimizer="muon"),
     Case(layout="replicate", phase="save", place="save_part_written", who=ALL, adapts=True),
-    Case(layout="hsdp", phase="joining", place="state_agreed", who=ALL, adapts=True),
 }
 
 
@@ -452,7 +451,6 @@ def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launch]:
 @pytest.mark.quick(
     "hsdp, one rank, step: summary_received, muon",
     "replicate, all ranks, save: save_part_written, adapters",
-    "hsdp, all ranks, joining: state_agreed, adapters",
 )
 @pytest.mark.parametrize(
     "case",

@@ -84,7 +84,7 @@ LAYOUTS = [(2, 1), (1, None), (3, None), (3, None), (4, 2), (4, None), (3, 2), (
 
 
 @pytest.mark.parametrize("kind", ["all linear layers", "with embeddings and a head"])
-@pytest.mark.quick("with embeddings and a head")
+@pytest.mark.chaos
 def test_every_layout_trains_what_one_process_trains(kind: str, tmp_path: Path) -> None:
     base = base_in(tmp_path / "base")
     asked = lora_job(base, KINDS[kind], train__numerics="fast", train__micro_batch_size=5)
