@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestrator.trainer.comm.communicators import Communicators
+from orchestrator.trainer.comm.interruptible import Communicators
 
 SOON_S = 10.0
 
@@ -37,7 +37,7 @@ class Blocking:
 def test_an_abort_frees_all_waits_and_what_is_added_later() -> None:
     communicators, first, second, later = Communicators(), Blocking(), Blocking(), Blocking()
     for each in (first, second):
-        communicators.add_communicator(each)
+        communicators.add(each)
     found: list[str] = []
     waiting = [
         threading.Thread(target=lambda one=each: found.append(one.all_reduce())) for each in (first, second)
@@ -51,13 +51,13 @@ def test_an_abort_frees_all_waits_and_what_is_added_later() -> None:
     for thread in waiting:
         thread.join(SOON_S)
     assert len(found) == 2
-    communicators.add_communicator(later)
+    communicators.add(later)
     assert [each.num_aborts for each in (first, second, later)] == [1, 1, 1]
 
 
 def test_what_is_forgotten_is_not_aborted() -> None:
     communicators, one = Communicators(), Blocking()
-    communicators.add_communicator(one)
+    communicators.add(one)
     communicators.forget()
     communicators.abort()
     assert one.num_aborts == 0
@@ -69,7 +69,7 @@ def test_a_group_for_cpus_has_no_communicator(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
-        communicators.add(dist.group.WORLD)
+        communicators.add_group(dist.group.WORLD)
         communicators.abort()
         dist.all_reduce(torch.ones(1))
     finally:
@@ -83,7 +83,7 @@ def test_a_queued_collective_of_nccl_ends_at_an_abort(tmp_path: Path) -> None:
     try:
         communicators = Communicators()
         assert dist.group.WORLD is not None
-        communicators.add(dist.group.WORLD)
+        communicators.add_group(dist.group.WORLD)
         tensor = torch.ones(1024, device="cuda")
         dist.all_reduce(tensor)
         torch.cuda._sleep(1 << 33)  # some seconds; the collective is queued behind it

@@ -243,7 +243,7 @@ def test_a_part_of_what_is_made_of_the_whole_is_right_too():
             module.weight.copy_(module.weight.cumsum(0))
         return module
 
-    with pytest.raises(NotImplementedError, match="before their tensor has a name"):
+    with pytest.raises(NotImplementedError):
         defer(normed, seed=1)
 
     def turned() -> nn.Module:

@@ -178,5 +178,5 @@ def test_calls_run_in_their_order_in_a_thread_that_ends_with_the_last_one() -> N
     thread.submit(found.append, 4)
     thread.shutdown()
     assert found == [1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="follow a shutdown"):
+    with pytest.raises(RuntimeError):
         thread.submit(found.append, 5)

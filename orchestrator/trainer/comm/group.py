@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.comm import interruptible
-from orchestrator.trainer.comm.communicators import Communicators
-from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
+from orchestrator.trainer.comm.interruptible import BACKEND, Communicators, Interruptible
 from orchestrator.trainer.comm.reshard import PendingMessage
 from orchestrator.trainer.interfaces.job import LOAD, PHASE_LIMITS_S
 
@@ -267,7 +266,7 @@ class Group:
             if device.type == "cuda":
                 self._control = dist.new_group(backend=BACKEND, timeout=limit)
                 assert dist.group.WORLD is not None
-                self._communicators.add(dist.group.WORLD)
+                self._communicators.add_group(dist.group.WORLD)
 
     def call_off(self) -> None:
         """Ends the generation: operations that wait in gloo fail at once, here and at the peers. Any thread
@@ -358,7 +357,7 @@ class Group:
         self._of_mesh = own
         if device.type == "cuda":
             for made in own:
-                self._communicators.add(made)
+                self._communicators.add_group(made)
         names = ("replicate", "shard")
         return DeviceMesh.from_group(own, device.type, mesh=rows, mesh_dim_names=names)
 

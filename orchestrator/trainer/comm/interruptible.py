@@ -1,4 +1,4 @@
-"""A gloo backend whose waits end when the generation ends.
+"""Collectives that end when the generation ends: a gloo backend with such waits, and the abort of NCCL.
 
 If a connection breaks in the middle of a message, gloo forgets the operation that the message belongs to. It
 wakes no thread, and a waiting thread blocks until the operation's timeout (`Pair::signalException` skips
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,55 @@ class Interruptible:
             return InterruptibleGloo(self, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
         dist.Backend.register_backend(BACKEND, made, devices=["cpu"])
+
+
+class Communicator(Protocol):
+    """What torch's `ProcessGroupNCCL` has."""
+
+    def abort(self) -> None:
+        """Ends all operations, also later ones, with an error."""
+
+
+class Communicators:
+    """The NCCL communicators of one generation.
+
+    A collective of NCCL waits for a peer that died until its timeout. An abort stops its kernels at once, and
+    the thread that waits continues.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._added: list[Communicator] = []
+        self._aborted = False
+
+    def add_group(self, group: dist.ProcessGroup) -> None:
+        """Adds the communicator of a group, if the group has one for GPUs."""
+        try:
+            backend: Any = group._get_backend(torch.device("cuda"))
+        except RuntimeError:  # the group is for CPUs alone
+            return
+        if hasattr(backend, "abort"):
+            self.add(backend)
+
+    def add(self, communicator: Communicator) -> None:
+        """Adds a communicator. It is aborted at once if the others are."""
+        with self._lock:
+            self._added.append(communicator)
+            if self._aborted:
+                communicator.abort()
+
+    def abort(self) -> None:
+        """Aborts all. Can be called from any thread, and repeatedly."""
+        with self._lock:
+            if not self._aborted:
+                self._aborted = True
+                for communicator in self._added:
+                    communicator.abort()
+
+    def forget(self) -> None:
+        """Waits for an abort that is in progress. Later ones do nothing, so the groups can be destroyed."""
+        with self._lock:
+            self._added.clear()
 
 
 class InterruptibleGloo(dist.ProcessGroup):
