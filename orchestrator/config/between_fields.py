@@ -243,7 +243,9 @@ def _each_logger_once(loggers: list[str]) -> _Wrong | None:
     return _Wrong(_DUPLICATE, f"is {show(loggers)}, with one of them twice; name each once")
 
 
-def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> _Wrong | None:
+def _attention(
+    wanted: str, factory: str | None, numerics: str, use_gpu: bool, apart: bool | None, mode: str
+) -> _Wrong | None:
     if wanted != "auto" and factory is not None:
         return _Wrong(
             _CONFLICT,
@@ -254,6 +256,20 @@ def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -
             _CONFLICT,
             "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
             "auto or eager, or train.numerics=fast",
+        )
+    if wanted != "flex_attention":
+        return None
+    if numerics == "invariant" or not use_gpu:
+        return _Wrong(
+            _CONFLICT,
+            "is flex_attention, which needs a GPU and fast numerics; "
+            f"cluster.use_gpu={str(use_gpu).lower()} and train.numerics={numerics}; set it to auto",
+        )
+    if not (mode == "bestfit" if apart is None else apart):
+        return _Wrong(
+            _CONFLICT,
+            "is flex_attention, which keeps documents apart, but they are not kept apart; set it to auto, or "
+            "pack.document_attention=true",
         )
     return None
 
@@ -557,7 +573,10 @@ _RULES = (
         check=_something_held_out,
     ),
     _Between(
-        fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
+        fields=(
+            *("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
+            *("pack.document_attention", "pack.mode"),
+        ),
         check=_attention,
     ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),

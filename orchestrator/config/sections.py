@@ -340,11 +340,13 @@ class ModelConfig(Section):
         """Where the weights that the model begins with are read from; None: they are drawn."""
         return self.init_from or self.pretrained
 
-    attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
-        "auto"
-    )
+    attn_implementation: Annotated[
+        Literal["auto", "eager", "sdpa", "flex_attention"],
+        may_change("auto, eager, sdpa or flex_attention"),
+    ] = "auto"
     """How a transformers model computes attention; `auto`: as its configuration says, else `sdpa` where its
-    architecture has it, else what transformers takes for it; `eager` under invariant numerics on GPUs.
+    architecture has it, else what transformers takes for it; `eager` under invariant numerics on GPUs;
+    `flex_attention` on GPUs under fast numerics if documents are kept apart (docs/howto/speed.md).
     """
     frozen: Annotated[
         dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,99}$")], FrozenModelConfig],

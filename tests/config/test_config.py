@@ -231,8 +231,9 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.parallel=fsdp", VALUE, ["'fsdp'", "auto, replicate, shard or {shard: n, replicate: m}"]),
         ("train.parallel={shard: 1, replicate: 2}", RANGE, ["auto, replicate, shard or {shard: n, replicat"]),
         ("train.parallel={shard: 4}", VALUE, ["auto, replicate, shard or {shard: n, replicate: m}"]),
-        ("model.attn_implementation=flash", VALUE, ["'flash'", "auto, eager or sdpa"]),
+        ("model.attn_implementation=flash", VALUE, ["'flash'", "auto, eager, sdpa or flex_attention"]),
         ("model={factory: 'a:b', attn_implementation: sdpa}", CONFLICT, ["is sdpa", "model.factory"]),
+        ("model.attn_implementation=flex_attention", CONFLICT, ["a GPU and fast", "use_gpu=false"]),
         ("model.dtype=float32", UNKNOWN, ["train.precision=bf16", "train.precision=pure_bf16"]),
         ("model.torch_dtype=bf16", UNKNOWN, ["train.precision?"]),
         ("train.precision=bfloat16", VALUE, ["float32, bf16 or pure_bf16", "float32?"]),
@@ -376,6 +377,10 @@ def test_fused_attention_on_a_gpu_is_refused_under_invariant_numerics_and_taken_
     with raises(ConfigError, CONFLICT, "model.attn_implementation is sdpa", "train.numerics=fast"):
         load_config(QUICKSTART, sdpa)
     assert load_config(QUICKSTART, [*sdpa, "train.numerics=fast"]).model.attn_implementation == "sdpa"
+    flex = ["model.attn_implementation=flex_attention", "cluster.use_gpu=true", "train.numerics=fast"]
+    with raises(ConfigError, CONFLICT, "pack.document_attention=true"):
+        load_config(QUICKSTART, [*flex, "pack.mode=concat"])
+    load_config(QUICKSTART, [*flex, "pack.mode=bestfit"])
 
 
 def test_endless_epochs_need_a_stop() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.sections import ModelConfig
@@ -18,19 +20,22 @@ from orchestrator.trainer.gradient.invariant import Gradient, InvariantGradient
 from orchestrator.trainer.gradient.parallel import FastGradient
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.model.model_call import (
+    attend_within_documents,
     document_inputs,
     document_mask,
     document_positions,
+    flex_problem,
     require_document_attention,
 )
 from orchestrator.trainer.objective.causal_lm import CausalLM
 from orchestrator.trainer.objective.micro_batches import StepPlace, cut
+from orchestrator.trainer.weights.transformers_model import FLEX, wants_flex
+from tests.devices import CPU, CUDA, GPU
 from tests.raising import raises
 from tests.trainer.architectures import tiny
 from tests.trainer.feed import VOCABULARY, FormulaFeed
 from tests.trainer.losses import loss_sum
 
-CPU = torch.device("cpu")
 LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -97,8 +102,18 @@ def model_of(config: dict[str, Any], attention: str = "sdpa", precision: str = "
     return build_model(wanted, precision, 3, CPU, invariant=False).eval()
 
 
+def with_flex(config: dict[str, Any], attention: str = "sdpa") -> nn.Module:
+    """A model that a CPU computes forward only, and without compiling it (`logits_of`)."""
+    model: Any = model_of(config, attention)
+    assert flex_problem(model) is None
+    model.set_attn_implementation(FLEX)
+    return model
+
+
 def logits_of(model: nn.Module, tokens: Tensor, documents: Tensor | None) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        for known in ("flex_attention called without torch.compile", "_compile flag on create_block_mask"):
+            warnings.filterwarnings("ignore", message=known)
         found = model(tokens, **({} if documents is None else document_inputs(model, documents)))
     return found if isinstance(found, Tensor) else found.logits
 
@@ -125,6 +140,11 @@ MODELS = [
     pytest.param(lambda: model_of(nested("gemma3")), id="gemma3-nested-windows"),
     pytest.param(lambda: model_of(nested("gemma4_unified"), "eager"), id="gemma4_unified-nested-windows"),
     pytest.param(MeanOfDocument, id="factory"),
+    pytest.param(lambda: with_flex(LLAMA), id="llama-flex"),
+    pytest.param(lambda: with_flex(MISTRAL), id="mistral-window-flex"),
+    pytest.param(lambda: with_flex(GEMMA, "eager"), id="gemma2-windows-flex"),
+    pytest.param(lambda: with_flex(LLAMA4), id="llama4-chunks-flex"),
+    pytest.param(lambda: with_flex(nested("gemma3")), id="gemma3-nested-windows-flex"),
 ]
 
 
@@ -136,6 +156,9 @@ MODELS = [
     "llama4-chunks",
     "gemma3-nested-windows",
     "factory",
+    "llama-flex",
+    "gemma2-windows-flex",
+    "llama4-chunks-flex",
 )
 @pytest.mark.parametrize("made", MODELS)
 def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(made) -> None:
@@ -236,6 +259,59 @@ def test_the_gradient_of_both_numerics_is_that_of_documents_alone() -> None:
 def test_a_model_that_cannot_attend_within_documents_is_refused(made, text: str) -> None:
     with raises(ConfigError, "model.document_attention", text, "pack.document_attention=false"):
         require_document_attention(made())
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: model_of(LLAMA), None),
+        (MeanOfDocument, "by itself"),
+        (lambda: model_of(GPT2), "none for GPT2"),
+        (lambda: model_of({**LLAMA, "attention_dropout": 0.1}), "attention_dropout=0.1"),
+        (lambda: model_of(tiny("gpt_oss"), "eager"), "sinks"),
+    ],
+)
+def test_flex_attention_is_used_where_it_computes_what_the_mask_does(made, problem: str | None) -> None:
+    found = flex_problem(made())
+    assert found is problem is None or problem in found
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"config": LLAMA}, True),
+        ({"config": LLAMA, "attn_implementation": "flex_attention"}, True),
+        ({"config": LLAMA, "attn_implementation": "sdpa"}, False),
+        ({"config": {**LLAMA, "attn_implementation": "sdpa"}}, False),
+        ({"factory": "tests.trainer.test_document_attention:MeanOfDocument"}, False),
+    ],
+)
+def test_flex_attention_is_chosen_only_if_no_other_is_configured(
+    model: dict[str, Any], wanted: bool, tmp_path
+) -> None:
+    assert wants_flex(ModelConfig(**model)) == wanted
+    if "config" in model:
+        AutoConfig.for_model(**model["config"]).save_pretrained(tmp_path)
+        beside = {name: value for name, value in model.items() if name != "config"}
+        assert wants_flex(ModelConfig(pretrained=str(tmp_path), **beside)) == (
+            beside.get("attn_implementation") != "sdpa"
+        )
+
+
+@GPU
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL, GEMMA], ids=["llama", "mistral", "gemma2"])
+def test_on_a_gpu_flex_attention_has_the_gradient_of_the_mask(config: dict[str, Any]) -> None:
+    wanted, gradients = ModelConfig(config={**config, "hidden_size": 64, "head_dim": 32}), []
+    for invariant in (True, False):
+        model: Any = build_model(wanted, "float32", 3, CUDA, invariant)
+        attend_within_documents(model, wanted, CUDA, invariant)
+        assert model.config._attn_implementation == ("eager" if invariant else FLEX)
+        tokens, documents = TOKENS.to(CUDA), DOCUMENTS.to(CUDA)
+        labels = tokens.roll(-1, dims=1).masked_fill(documents < 0, -100)
+        torch.autograd.backward(loss_sum(model, tokens, labels, "float32", documents))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for masked, flex in zip(*gradients, strict=True):
+        assert torch.allclose(masked, flex, atol=1e-4 * float(masked.abs().max()))
 
 
 @pytest.mark.usefixtures("begun_warm")

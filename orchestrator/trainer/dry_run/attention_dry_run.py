@@ -8,8 +8,9 @@ sizes, and drawn weights.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import train_padding_rows
-from orchestrator.trainer.model.model_call import call_model, not_by_document
+from orchestrator.trainer.model.model_call import call_model, flex_problem, not_by_document
 from orchestrator.trainer.model.model_settings import inner_settings, text_config, without_cache
+from orchestrator.trainer.weights.transformers_model import FLEX
 
 NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
 LENGTH = 24  # tokens; longer than the windows and chunks of `small_copies`
@@ -38,13 +40,15 @@ class _Trial:
     logits: Tensor
 
 
-def require_attention(models: Iterable[nn.Module], name: str, seq_len: int, by_document: bool) -> bool:
+def require_attention(
+    models: Iterable[nn.Module], name: str, seq_len: int, by_document: bool, flex: bool = False
+) -> bool:
     """Checks the first of `models` that accepts a sample of `seq_len` tokens (at most `LENGTH`).
 
     Returns whether any model does. Raises `ConfigError` if the logits at a position depend on later tokens,
     or if a real token with the model's padding id gets no gradient. With `by_document` it also raises
-    `ConfigError` if the logits of a packed document differ from those of the document alone. `name`
-    identifies the model in messages.
+    `ConfigError` if the logits of a packed document differ from those of the document alone; with `flex` also
+    for flex attention, if the workers will use it. `name` identifies the model in messages.
     """
     trial = next(filter(None, (_tried(model, name, min(seq_len, LENGTH)) for model in models)), None)
     if trial is None:
@@ -53,6 +57,9 @@ def require_attention(models: Iterable[nn.Module], name: str, seq_len: int, by_d
         _require_causal(trial)
         if by_document:
             _require_documents(trial)
+        if by_document and flex and flex_problem(trial.model) is None:
+            with _flex_attention(trial.model):
+                _require_documents(trial, "; with flex attention; set model.attn_implementation=sdpa")
     _require_gradient(trial)
     return True
 
@@ -90,7 +97,20 @@ def _require_causal(trial: _Trial) -> None:
             )
 
 
-def _require_documents(trial: _Trial) -> None:
+@contextmanager
+def _flex_attention(model: Any) -> Iterator[None]:
+    """Within the block the model uses flex attention, which a CPU computes only as it stands and forward."""
+    before = model.config._attn_implementation
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        model.set_attn_implementation(FLEX)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+def _require_documents(trial: _Trial, how: str = "") -> None:
     model, ids = trial.model, trial.ids
     first = max(1, ids.shape[1] * 2 // 5)
     spans = slice(0, first), slice(first, first + 1), slice(first + 1, ids.shape[1] * 5 // 6)
@@ -106,7 +126,7 @@ def _require_documents(trial: _Trial) -> None:
         if not difference <= _TOLERANCE * max(float(alone.abs().max()), 1e-3):
             raise not_by_document(
                 f"{trial.name}: the logits of a packed document differ by {difference:.2g} from those of the "
-                "document alone"
+                f"document alone{how}"
             )
 
 

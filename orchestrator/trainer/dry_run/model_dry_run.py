@@ -282,7 +282,7 @@ def _build(
     from orchestrator.trainer.model.factory_output import Forward, try_forward
     from orchestrator.trainer.objective.plug_in import PlugIn
     from orchestrator.trainer.weights.lora import add_adapters
-    from orchestrator.trainer.weights.transformers_model import transformers_settings
+    from orchestrator.trainer.weights.transformers_model import transformers_settings, wants_flex
 
     with torch.random.fork_rng(devices=[]):
         model, note = model_on_meta(config, device_type, invariant, precision, within is not None)
@@ -312,7 +312,9 @@ def _build(
             copies: Iterable[Any] = ()
             if config.factory is None:
                 copies = small_copies(*transformers_settings(config, device_type, invariant), seq_len)
-            if not _require_attention(chain(copies, _built(on_cpu)), model, config, within, seq_len):
+            flex = device_type == "cuda" and not invariant and wants_flex(config)
+            tried = chain(copies, _built(on_cpu))
+            if not _require_attention(tried, model, config, within, seq_len, flex):
                 note = f"{model_name(config)}: whether its logits depend on later tokens was not tried"
                 forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
             if objective is not None and None not in frozen.values():
@@ -383,7 +385,7 @@ def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
 
 
 def _require_attention(
-    models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int
+    models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int, flex: bool
 ) -> bool:
     """Checks attention with `attention_dry_run.require_attention`, and without a model from its declarations.
 
@@ -392,7 +394,7 @@ def _require_attention(
     from orchestrator.trainer.dry_run.attention_dry_run import require_attention
     from orchestrator.trainer.model.model_call import has_windows, not_by_document, takes_document_ids
 
-    if require_attention(models, model_name(config), seq_len, within is not None):
+    if require_attention(models, model_name(config), seq_len, within is not None, flex):
         return True
     if within is not None and not takes_document_ids(model) and has_windows(model, within):
         raise not_by_document(

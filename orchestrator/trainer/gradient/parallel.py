@@ -37,7 +37,7 @@ from orchestrator.trainer.gradient.invariant import (
 )
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.interfaces.step_summary import RankTerms
-from orchestrator.trainer.model.model_call import require_document_attention
+from orchestrator.trainer.model.model_call import attend_within_documents
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.objective import objective_of
 from orchestrator.trainer.state.frozen_models import naming_frozen
@@ -53,20 +53,20 @@ def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState,
     """
     if job.num_shards != 1:
         sharded = ShardedState(job.model, job.train, device, job.num_shards, job.weights_by_name)
-        return sharded, ShardedGradient(sharded, _objective(sharded, job))
+        return sharded, ShardedGradient(sharded, _objective(sharded, job, device))
     state = TrainState(job.model, job.train, device, job.invariant, job.weights_by_name)
-    objective = _objective(state, job)
+    objective = _objective(state, job, device)
     if job.invariant:
         return state, InvariantGradient(state.model, objective)
     return state, FastGradient(state.model, objective)
 
 
-def _objective(state: TrainState, job: TrainJob) -> Objective:
+def _objective(state: TrainState, job: TrainJob, device: torch.device) -> Objective:
     if job.document_attention:
-        require_document_attention(state.model)
+        attend_within_documents(state.model, job.model, device, job.invariant)
         for name, model in state.frozen.models.items():
             with naming_frozen(name):
-                require_document_attention(model)
+                attend_within_documents(model, job.model.frozen[name].as_model, device, job.invariant)
     objective = objective_of(
         job.train, job.document_attention, job.row_len, state.frozen.models, job.rows_per_sample
     )

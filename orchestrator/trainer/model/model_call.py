@@ -11,21 +11,28 @@ together. `train.micro_batch_size` is thus part of its definition.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.model_settings import settings_of, text_config
+from orchestrator.trainer.weights.transformers_model import FLEX, wants_flex
+
+if TYPE_CHECKING:
+    from orchestrator.config.sections import ModelConfig
 
 _DOCUMENT_ATTENTION = "model.document_attention"
 _BY_ITSELF = "document_ids"
 _BY_MASK = ("attention_mask", "position_ids")
 _WINDOWED = {"sliding_attention", "chunked_attention"}
 _MASKED = {"full_attention"} | _WINDOWED
+_MASK = "attention_mask"
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def require_document_attention(model: nn.Module) -> None:
@@ -44,13 +51,51 @@ def require_document_attention(model: nn.Module) -> None:
             f"{type(model).__name__} is called with {', '.join(taken) or 'nothing'}, and takes neither "
             f"{_BY_ITSELF} (samples, seq_len) nor, as a transformers model, {' and '.join(_BY_MASK)}"
         )
-    if config._attn_implementation not in ("eager", "sdpa"):
+    if config._attn_implementation not in ("eager", "sdpa", FLEX):
         raise not_by_document(
-            f"its attention is {config._attn_implementation}; only eager and sdpa take a mask"
+            f"its attention is {config._attn_implementation}; only eager, sdpa and {FLEX} take a mask"
         )
     other = sorted(set(getattr(text_config(model), "layer_types", None) or ()) - _MASKED)
     if other:
         raise not_by_document(f"{type(model).__name__} has layers of another attention: {', '.join(other)}")
+
+
+def attend_within_documents(
+    model: nn.Module, config: ModelConfig, device: torch.device, invariant: bool
+) -> None:
+    """Prepares a model that is called with document borders.
+
+    On GPUs, under fast numerics, a transformers model uses flex attention, which skips hidden blocks, if
+    the configuration names no other one and `flex_problem` is None. Elsewhere it gets a mask of all pairs.
+    Raises `ConfigError` if the model cannot attend within documents, or not with the configured attention.
+    """
+    if device.type == "cuda" and not invariant and wants_flex(config):
+        problem = flex_problem(model)
+        if problem is None:
+            made: Any = model
+            made.set_attn_implementation(FLEX)
+        elif config.attn_implementation == FLEX:
+            raise ConfigError(
+                f"model.attn_implementation={FLEX}, but {problem}; set it to auto",
+                code="model.attn_implementation",
+            )
+    require_document_attention(model)
+
+
+def flex_problem(model: nn.Module) -> str | None:
+    """Why documents cannot be kept apart by flex attention; None if they can."""
+    name = type(model).__name__
+    if takes_document_ids(model):
+        return f"{name} takes {_BY_ITSELF} and masks by itself"
+    if not getattr(model, "_supports_flex_attn", False):
+        return f"transformers has none for {name}"
+    if any(each.rpartition(".")[2] == "sinks" for each, _ in model.named_parameters()):
+        return f"{name} has attention sinks, which need another kernel"
+    config = text_config(model)
+    for dropout in _ATTENTION_DROPOUTS:
+        if getattr(config, dropout, 0):
+            return f"it has no dropout, and the model has {dropout}={getattr(config, dropout)}"
+    return None
 
 
 def has_windows(model: nn.Module, seq_len: int) -> bool:
@@ -78,20 +123,24 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     return (_BY_ITSELF,) if takes_document_ids(model) else _BY_MASK
 
 
-def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]:
+def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Any]:
     """Returns the model's inputs besides the input ids, for `document_ids` (samples, seq_len).
 
     A model whose `forward` takes `document_ids` gets these. Any other model gets position ids that restart
-    with each document, and a mask (samples, 1, seq_len, seq_len) that is added to the scores. A model with
-    windows or chunks gets no mask: transformers would use it as the mask of every layer. Without one,
-    transformers builds the mask of each kind of layer from the restarts of the positions.
+    with each document, and a mask (samples, 1, seq_len, seq_len): one that is added to the scores, or the
+    blocks of flex attention. A model with windows or chunks gets no mask: transformers would use it as the
+    mask of every layer. Without one, transformers builds the mask of each kind of layer from the restarts of
+    the positions.
     """
     if takes_document_ids(model):
         return {_BY_ITSELF: document_ids}
     positions = {"position_ids": document_positions(document_ids)}
     if has_windows(model, document_ids.shape[1]):
         return positions
-    return {"attention_mask": document_mask(document_ids, next(model.parameters()).dtype), **positions}
+    config: Any = getattr(model, "config", None)
+    if config._attn_implementation == FLEX:
+        return {_MASK: block_mask(document_ids), **positions}
+    return {_MASK: document_mask(document_ids, next(model.parameters()).dtype), **positions}
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,6 +154,28 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     earlier = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document_ids.device).tril()
     mask = torch.zeros(same.shape, dtype=dtype, device=document_ids.device)
     return mask.masked_fill_(~(same & earlier), torch.finfo(dtype).min)[:, None]
+
+
+def block_mask(document_ids: Tensor) -> Any:
+    """Returns what flex attention takes for `document_mask`: a mask of blocks of 128 x 128 positions."""
+
+    def attends(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        return (query >= key) & (document_ids[sample, query] == document_ids[sample, key])
+
+    samples, seq_len = document_ids.shape
+    return _made_block_mask()(
+        attends, samples, None, seq_len, seq_len, device=str(document_ids.device)
+    )
+
+
+@cache
+def _made_block_mask() -> Callable[..., Any]:
+    """Returns the function that makes a mask. It is compiled: else it would hold all pairs for a moment."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    compiled: Callable[..., Any] = torch.compile(create_block_mask, dynamic=False)
+    return compiled
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
@@ -127,7 +198,6 @@ def not_by_document(reason: str) -> ConfigError:
 # -------------------------------------------------------------------------------------------- a router's loss
 _ROUTER_LOSS = "model.router_loss"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # its names in transformers models
-_MASK = "attention_mask"
 # Other terms of a model's own loss in transformers. They are 0 unless the configuration sets them.
 _OTHER_TERMS = ("z_loss_coefficient",)
 
@@ -153,7 +223,7 @@ def call_model(
 @contextmanager
 def completed_inputs(
     model: nn.Module, document_ids: Tensor | None, is_padding: Tensor | None
-) -> Iterator[dict[str, Tensor | None]]:
+) -> Iterator[dict[str, Any]]:
     """Yields the arguments of the model besides the input ids. They are valid within the block.
 
     With `document_ids` each token attends only to its own document (`document_inputs`). The router's loss
@@ -161,7 +231,7 @@ def completed_inputs(
     accepts only a mask of the shape (samples, seq_len) for it. The model therefore gets the mask of real
     tokens, and its decoder gets that of the documents.
     """
-    within: dict[str, Tensor | None] = {}
+    within: dict[str, Any] = {}
     if document_ids is not None:
         within.update(document_inputs(model, document_ids))
     if not is_balanced(model) or (is_padding is None and _MASK not in within):
@@ -216,7 +286,7 @@ def _coefficient(model: nn.Module) -> float | None:
 
 
 @contextmanager
-def _decoder_mask(model: nn.Module, mask: Tensor | None) -> Iterator[None]:
+def _decoder_mask(model: nn.Module, mask: Any) -> Iterator[None]:
     """Within the block, the decoder inside the model is called with `mask`."""
 
     def replace(

@@ -21,6 +21,7 @@ from orchestrator.trainer.weights.weight_files import ADAPTERS_ALONE, require_we
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig
 
+FLEX = "flex_attention"
 SETTINGS, GENERATION = "config.json", "generation_config.json"
 _READ_ONLY = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
@@ -29,8 +30,28 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
     """Returns a job's transformers configuration and attention implementation.
 
     The configuration is from `model.config` or `model.pretrained`. None: transformers chooses the
-    implementation. Raises `ConfigError` if there is no configuration.
+    implementation. It is never flex attention, which `model_call.attend_within_documents` switches on. Raises
+    `ConfigError` if there is no configuration.
     """
+    settings, model = _settings(config)
+    if (chosen := _chosen_attention(config, settings)) is not None:
+        if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
+            raise ConfigError(
+                "attn_implementation=sdpa in the model's configuration has no invariant numerics on a GPU; "
+                "use eager, or set train.numerics=fast",
+                code="model.attn_implementation",
+            )
+        return settings, chosen
+    # The fused attention of a GPU sums its gradients in any order. On a CPU it gives the same bits each time,
+    # and needs less memory.
+    if invariant and device_type == "cuda":
+        return settings, "eager"
+    classes = model if isinstance(model, tuple) else (model,)
+    return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+
+
+def _settings(config: ModelConfig) -> tuple[Any, Any]:
+    """Returns a job's transformers configuration, and its class of causal language models."""
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -57,20 +78,14 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
                 code="model.not_language_model",
             )
         require_not_quantized(config, settings)
-    if (chosen := _chosen_attention(config, settings)) is not None:
-        if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
-            raise ConfigError(
-                "attn_implementation=sdpa in the model's configuration has no invariant numerics on a GPU; "
-                "use eager, or set train.numerics=fast",
-                code="model.attn_implementation",
-            )
-        return settings, chosen
-    # The fused attention of a GPU sums its gradients in any order. On a CPU it gives the same bits each time,
-    # and needs less memory.
-    if invariant and device_type == "cuda":
-        return settings, "eager"
-    classes = model if isinstance(model, tuple) else (model,)
-    return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+    return settings, model
+
+
+def wants_flex(config: ModelConfig) -> bool:
+    """Whether flex attention is configured, or no other is (`model.attn_implementation`, `config.json`)."""
+    if config.factory is not None or config.attn_implementation not in ("auto", FLEX):
+        return False
+    return config.attn_implementation == FLEX or _settings(config)[0]._attn_implementation is None
 
 
 def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
@@ -80,6 +95,8 @@ def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
     Raises `ConfigError` if they contradict each other.
     """
     field, of_settings = config.attn_implementation, settings._attn_implementation
+    if field == FLEX and (of_settings is None or config.pretrained is not None):
+        return None
     if of_settings is None or (field != "auto" and config.pretrained is not None):
         return None if field == "auto" else field
     if of_settings not in ("eager", "sdpa") or field not in ("auto", of_settings):
