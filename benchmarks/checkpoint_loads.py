@@ -20,8 +20,8 @@ from benchmarks.checkpoint_ranks import said_round, state_dict
 from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.state_tensors import load
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import load
 
 
 def loads(state: TrainState, dcp_folder: Path, ours: Path, rounds: int) -> dict[str, list[float]]:

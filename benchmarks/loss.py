@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestrator.trainer.objective.causal_lm import causal_lm_terms
-from orchestrator.trainer.objective.linear_head import find_head
+from orchestrator.trainer.objective.logit_loss import find_head
+from orchestrator.trainer.objective.objective import causal_lm_terms
 
 
 class _Largest(TorchDispatchMode):

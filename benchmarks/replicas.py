@@ -22,8 +22,8 @@ from blake3 import blake3
 
 from benchmarks.common import Samples, medians, say
 from orchestrator.planning.state.state_layout import Layout
-from orchestrator.trainer.loading.state_tensors import whole_item
 from orchestrator.trainer.saving.staging import replica_digests, shared_rows
+from orchestrator.trainer.weights.state_tensors import whole_item
 
 WIDTH, LAYERS, VOCAB, POSITIONS = 768, 12, 50_257, 1024
 BLOCK = (  # the parameters of one layer

@@ -44,7 +44,7 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.transport import SocketCalls
-from orchestrator.trainer.interfaces.job import LEFT, Outcome, TrainJob
+from orchestrator.trainer.interfaces.loop_interface import LEFT, Outcome, TrainJob
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

@@ -47,7 +47,7 @@ from orchestrator.torchrun.member import (
     say_disk,
 )
 from orchestrator.trainer.dry_run.model_dry_run import require_model
-from orchestrator.trainer.interfaces.job import Outcome
+from orchestrator.trainer.interfaces.loop_interface import Outcome
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

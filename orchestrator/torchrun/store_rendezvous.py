@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from orchestrator.errors import ElasticError, text_of
-from orchestrator.trainer.interfaces.membership import STORE_TIMEOUT_S
+from orchestrator.trainer.interfaces.loop_interface import STORE_TIMEOUT_S
 
 RENDEZVOUS_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
 POLL_S = 0.05

@@ -24,7 +24,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.evals import EvalRecord
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange
 from orchestrator.trainer.gradient.invariant import Gradient
-from orchestrator.trainer.interfaces.membership import Feed
+from orchestrator.trainer.interfaces.loop_interface import Feed
 from orchestrator.trainer.interfaces.step_summary import (
     MetricSum,
     RankContribution,

@@ -34,7 +34,7 @@ from orchestrator.trainer.callback_process import FAILED_CLOSE_S, Callbacks
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.evaluation import EvalPart, Evaluator, is_due
 from orchestrator.trainer.gradient.parallel import state_and_gradient
-from orchestrator.trainer.interfaces.job import (
+from orchestrator.trainer.interfaces.loop_interface import (
     BETWEEN,
     DONE,
     EVAL,
@@ -47,15 +47,15 @@ from orchestrator.trainer.interfaces.job import (
     SAVE_WAIT,
     STEP,
     STOPPED,
+    Feed,
+    Membership,
     Outcome,
     TrainJob,
     coming_ranges,
     next_range,
     step_limit_s,
 )
-from orchestrator.trainer.interfaces.membership import Feed, Membership
 from orchestrator.trainer.interfaces.step_summary import RankContribution, RankTerms, StepSummary
-from orchestrator.trainer.loading.state_tensors import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.model.blocks import compiles
 from orchestrator.trainer.model.build_model import pick_device, set_determinism
@@ -74,6 +74,7 @@ from orchestrator.trainer.state.sync_state import (
     sync_state,
 )
 from orchestrator.trainer.step_decision import StepRefused, skip_cause
+from orchestrator.trainer.weights.state_tensors import StateFiles
 
 
 # The peak memory of this process since its start: one system call, no iteration over tensors.

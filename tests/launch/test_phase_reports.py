@@ -12,7 +12,7 @@ from orchestrator.launch.member.coordinator_calls import AGAIN_S, LONG_PHASE_S, 
 from orchestrator.records.run_status import CODE, DATA, EVALUATES, PEERS, Doing
 from orchestrator.trainer import loop
 from orchestrator.trainer.comm import interruptible
-from orchestrator.trainer.interfaces.job import (
+from orchestrator.trainer.interfaces.loop_interface import (
     ENDING,
     EVAL,
     FEED_WAIT,

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from orchestrator.planning.schedule import learning_rate
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import MODEL
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import MODEL
 from tests.trainer.feed import VOCABULARY, token_at
 from tests.trainer.member import tiny_job
 from tests.trainer.weight_folders import saved

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from orchestrator.trainer.objective.causal_lm import causal_lm_terms
+from orchestrator.trainer.objective.objective import causal_lm_terms
 
 
 def loss_sum(*arguments: Any, **more: Any) -> Tensor:

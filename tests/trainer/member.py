@@ -30,11 +30,11 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.evaluation import EvalPart
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import MODEL
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.loop import train
 from orchestrator.trainer.objective import logit_loss
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import MODEL
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands, where_it_stands
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed

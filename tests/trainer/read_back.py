@@ -9,7 +9,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.state.state_layout import SUM_MODULUS, held_rows
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.state_tensors import MODEL, Item, digest_of, load, sum_of
+from orchestrator.trainer.weights.state_tensors import MODEL, Item, digest_of, load, sum_of
 from tests.trainer.states import begun_state
 
 

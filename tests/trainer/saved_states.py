@@ -17,8 +17,8 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.state_tensors import Item, rows_of, saved_tensors
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import Item, rows_of, saved_tensors
 from tests.trainer.member import tiny_job
 from tests.trainer.states import begun_state
 

@@ -26,7 +26,7 @@ from orchestrator.records.steps import StateKey, StepRange
 from orchestrator.trainer.comm.group import Group
 from orchestrator.trainer.gradient.invariant import Gradient, InvariantGradient
 from orchestrator.trainer.gradient.parallel import FastGradient, ShardedGradient
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.objective.micro_batches import Objective, StepPlace, cut
 from orchestrator.trainer.objective.objective import objective_of
 from orchestrator.trainer.state.sharded_state import ShardedState

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.records.membership import GenerationView
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.trainer.kills import END
 from tests.trainer.launch import Launch
 from tests.trainer.member import tiny_job

@@ -13,10 +13,10 @@ from orchestrator.checkpoint.export.export import export_point
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.state_tensors import own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights.saved_form import main_dtype
+from orchestrator.trainer.weights.state_tensors import own_tensors
 from tests.checkpoint.exports import CPU, commit, job, state_of, store_at
 from tests.raising import raises
 from tests.trainer.architectures import POSITIONS, VOCABULARY, all_types, tiny

@@ -18,7 +18,7 @@ from orchestrator.records.evals import EvalRecord
 from orchestrator.storage.files import Storage
 from orchestrator.trainer import callback_process
 from orchestrator.trainer.callback_process import Callbacks, require_callback
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.coordinator.builders import FailingDisk, no_sleep
 from tests.raising import raises
 from tests.trainer.callbacks import FILE

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.trainer.objective.causal_lm import causal_lm_terms
-from orchestrator.trainer.objective.linear_head import Head, find_head
-from orchestrator.trainer.objective.logit_loss import LossTerms, loss_of_hidden, loss_of_logits
+from orchestrator.trainer.objective.logit_loss import (
+    Head,
+    LossTerms,
+    find_head,
+    loss_of_hidden,
+    loss_of_logits,
+)
+from orchestrator.trainer.objective.objective import causal_lm_terms
 from tests.trainer.heads import VOCABULARY, Largest, Plain
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, run_to_end, tiny_job

@@ -11,8 +11,8 @@ from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
-from orchestrator.trainer.interfaces import job as job_module
-from orchestrator.trainer.interfaces.job import (
+from orchestrator.trainer.interfaces import loop_interface as job_module
+from orchestrator.trainer.interfaces.loop_interface import (
     SMALL_STEPS_AHEAD,
     SMALL_STEPS_TOKENS,
     STEPS_AHEAD,

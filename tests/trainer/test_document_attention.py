@@ -27,8 +27,8 @@ from orchestrator.trainer.model.model_call import (
     flex_problem,
     require_document_attention,
 )
-from orchestrator.trainer.objective.causal_lm import CausalLM
 from orchestrator.trainer.objective.micro_batches import StepPlace, cut
+from orchestrator.trainer.objective.objective import CausalLM
 from orchestrator.trainer.weights.transformers_model import FLEX, wants_flex
 from tests.devices import CPU, CUDA, GPU
 from tests.raising import raises

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.interfaces.job import DONE, LEFT
+from orchestrator.trainer.interfaces.loop_interface import DONE, LEFT
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members
 from tests.trainer.sharded_kills import SHARD, assert_as_if_nothing_happened, job_of

@@ -17,8 +17,8 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
 from orchestrator.trainer.evaluation import is_due
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import load
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
+from orchestrator.trainer.weights.state_tensors import load
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, eval_parts, members, run_to_end, tiny_job
 from tests.trainer.states import begun_state

@@ -16,9 +16,9 @@ from orchestrator.checkpoint.export.export_files import weights_identity, weight
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import MODEL
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises

@@ -23,13 +23,12 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.gradient.parallel import state_and_gradient
-from orchestrator.trainer.interfaces.job import TrainJob, next_range
-from orchestrator.trainer.loading.state_tensors import Continues, load
+from orchestrator.trainer.interfaces.loop_interface import TrainJob, next_range
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.objective.causal_lm import causal_lm_terms
-from orchestrator.trainer.objective.linear_head import find_head, logits_of
-from orchestrator.trainer.objective.logit_loss import LossTerms
-from orchestrator.trainer.state.frozen_models import FrozenModels
+from orchestrator.trainer.objective.logit_loss import LossTerms, find_head, logits_of
+from orchestrator.trainer.objective.objective import causal_lm_terms
+from orchestrator.trainer.state.frozen_weights import FrozenModels
+from orchestrator.trainer.weights.state_tensors import Continues, load
 from tests.checkpoint.exports import job as made_job
 from tests.raising import raises
 from tests.trainer.feed import VOCABULARY, FormulaFeed

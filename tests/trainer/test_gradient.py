@@ -23,8 +23,8 @@ from orchestrator.trainer.gradient.invariant import (
     tree_nodes,
 )
 from orchestrator.trainer.gradient.parallel import FastGradient
-from orchestrator.trainer.objective.causal_lm import CausalLM
 from orchestrator.trainer.objective.micro_batches import StepPlace, cut
+from orchestrator.trainer.objective.objective import CausalLM
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.member import tiny_job
 from tests.trainer.states import begun_state

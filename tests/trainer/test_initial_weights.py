@@ -18,12 +18,12 @@ from torch.distributed import TCPStore
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import MODEL
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.model.build_model import bare_model, build_model, emptied
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows, named_state
+from orchestrator.trainer.weights.state_tensors import MODEL
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.raising import raises
 from tests.trainer.member import tiny_job

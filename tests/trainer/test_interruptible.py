@@ -34,7 +34,7 @@ from orchestrator.trainer.comm.interruptible import (
     carried_out,
 )
 from orchestrator.trainer.gradient.parallel import state_and_gradient
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.feed import VOCABULARY

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.processes import ended
 from tests.trainer.kills import killed, part_writers
 from tests.trainer.launch import Launch

@@ -24,7 +24,7 @@ from orchestrator.coordinator.attempt.survey import evaluations, survey
 from orchestrator.faults import FaultPlan
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.steps import StepRecord
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.trainer.killable import KillableLaunch
 from tests.trainer.kills import killed
 from tests.trainer.launch import Launch

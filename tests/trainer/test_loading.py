@@ -15,8 +15,8 @@ from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of, weights_sum
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.state_tensors import Item, digest_of, load, sum_of
 from orchestrator.trainer.saving.staging import StagingBuffer
+from orchestrator.trainer.weights.state_tensors import Item, digest_of, load, sum_of
 from tests.devices import PAIRS
 from tests.raising import raises
 from tests.trainer.saved_states import KEY, items_of, save, whole_tensors

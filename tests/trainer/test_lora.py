@@ -19,11 +19,11 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import load
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.optimizer.assignment import settings_of
+from orchestrator.trainer.optimizer.optimizers import settings_of
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import load
 from tests.checkpoint.exports import FACTORY, LLAMA, commit, job, logits, state_of, store_at
 from tests.raising import raises
 from tests.trainer.launch import Launch

@@ -26,7 +26,6 @@ from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
-from orchestrator.trainer.loading.state_tensors import Item
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.memory_points.memory_replica import (
     Address,
@@ -35,6 +34,7 @@ from orchestrator.trainer.memory_points.memory_replica import (
     NeighbourLink,
     new_token,
 )
+from orchestrator.trainer.weights.state_tensors import Item
 
 LIMIT_S = 240.0
 CPU = torch.device("cpu")

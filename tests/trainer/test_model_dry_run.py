@@ -27,7 +27,7 @@ from orchestrator.trainer.dry_run.model_dry_run import (
     try_model,
 )
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.model.model_settings import require_known_keys
+from orchestrator.trainer.weights.transformers_model import require_known_keys
 from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.raising import raises

@@ -16,12 +16,11 @@ from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import GroupChange
 from orchestrator.trainer.comm.interruptible import BACKEND, Interruptible
-from orchestrator.trainer.interfaces.job import TrainJob, next_range
+from orchestrator.trainer.interfaces.loop_interface import TrainJob, next_range
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.objective.causal_lm import causal_lm_terms
 from orchestrator.trainer.objective.logit_loss import LossTerms
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, StepPlace, cut
-from orchestrator.trainer.objective.objective import objective_of
+from orchestrator.trainer.objective.objective import causal_lm_terms, objective_of
 from orchestrator.trainer.objective.plug_in import PlugIn
 from tests.raising import raises
 from tests.trainer.feed import FormulaFeed

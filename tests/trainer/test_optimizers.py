@@ -18,13 +18,13 @@ from orchestrator.errors import ConfigError, ResumePointError, TrainingError
 from orchestrator.history import sentences
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.state_tensors import Continues, Item, load
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.optimizer.assignment import group_notes, muon_matrices, settings_of
-from orchestrator.trainer.optimizer.whole_parameters import owners_of
+from orchestrator.trainer.optimizer.optimizer_rows import owners_of
+from orchestrator.trainer.optimizer.optimizers import group_notes, muon_matrices, settings_of
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import Continues, Item, load
 from tests.raising import raises
 from tests.trainer.member import members, tiny_job
 from tests.trainer.optimizers import Momentum

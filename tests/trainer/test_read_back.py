@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.trainer.member import Plan, members, tiny_job
 from tests.trainer.read_back import read_back
 

@@ -12,8 +12,8 @@ import torch
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.planning.state.state_layout import Layout
-from orchestrator.trainer.loading.state_tensors import whole_item
 from orchestrator.trainer.saving.staging import BLOCK_BYTES, block_sums, replica_digests, shared_rows
+from orchestrator.trainer.weights.state_tensors import whole_item
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, tiny_job
 

@@ -15,10 +15,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.model.build_model import build_model, seed_micro_batch
 from orchestrator.trainer.model.model_call import document_inputs, require_router_loss
-from orchestrator.trainer.objective.causal_lm import CausalLM, causal_lm_terms
+from orchestrator.trainer.objective.objective import CausalLM, causal_lm_terms
+from orchestrator.trainer.weights.state_tensors import MODEL
 from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, small, tiny
 from tests.trainer.feed import VOCABULARY

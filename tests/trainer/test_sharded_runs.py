@@ -10,7 +10,7 @@ import pytest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 

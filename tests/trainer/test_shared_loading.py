@@ -19,7 +19,7 @@ from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Traits
 from orchestrator.trainer.comm.group import GenerationEnded
-from orchestrator.trainer.loading.shared_loading import load_together
+from orchestrator.trainer.state.sync_state import load_together
 from tests.trainer.kills import killed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job

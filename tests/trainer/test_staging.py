@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import StorageError
-from orchestrator.trainer.loading.state_tensors import tensor_bytes
 from orchestrator.trainer.saving.staging import BriefThread, StagingBuffer
+from orchestrator.trainer.weights.state_tensors import tensor_bytes
 from tests.devices import CPU, DEVICES
 from tests.raising import raises
 from tests.trainer.staged import content, placed

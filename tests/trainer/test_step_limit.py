@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.trainer.gradient.parallel import is_mismatch
-from orchestrator.trainer.interfaces.job import COMPILE_LIMIT_S, step_limit_s
+from orchestrator.trainer.interfaces.loop_interface import COMPILE_LIMIT_S, step_limit_s
 
 
 @pytest.mark.parametrize(

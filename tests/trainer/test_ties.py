@@ -13,9 +13,9 @@ from torch import Tensor
 
 from orchestrator.checkpoint.export.export import export_point
 from orchestrator.config.sections import ModelConfig
-from orchestrator.trainer.loading.state_tensors import own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.weights.state_tensors import own_tensors
 from orchestrator.trainer.weights.ties import untie
 from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
 from tests.checkpoint.exports import CPU, LLAMA, SMALL, commit, job, logits, state_of, store_at

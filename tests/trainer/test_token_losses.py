@@ -14,7 +14,7 @@ from orchestrator.errors import TrainingError
 from orchestrator.history.journal.journal_reader import documents_of
 from orchestrator.objectives import MicroBatch, Terms
 from orchestrator.records.steps import DocumentLoss
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, NumberedMicroBatch
 from orchestrator.trainer.objective.token_losses import TokenLosses, highest
 from tests.raising import raises

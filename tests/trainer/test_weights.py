@@ -17,8 +17,8 @@ from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.state_tensors import digest_of, load
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import digest_of, load
 from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.saved_states import CPU, commit_state, new_state, write_share

@@ -22,9 +22,9 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.state_tensors import MODEL, own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.weights.saved_form import SavedForm
+from orchestrator.trainer.weights.state_tensors import MODEL, own_tensors
 from orchestrator.trainer.weights.transformers_model import SETTINGS
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of

@@ -12,7 +12,7 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
 from orchestrator.inspect.run_control import SentRequest
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.interfaces.job import LEFT
+from orchestrator.trainer.interfaces.loop_interface import LEFT
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, members, run_to_end, tiny_job

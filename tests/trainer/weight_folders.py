@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.config.sections import ModelConfig
 from orchestrator.planning.state.state_layout import held_rows
-from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, build_model, emptied, first_model
 from orchestrator.trainer.weights.initial import fill_rows, named_state
+from orchestrator.trainer.weights.state_tensors import MODEL, Item, own_tensors, whole_item
 from tests.checkpoint.exports import CPU, LLAMA, SMALL
 
 TIED = {**LLAMA, "tie_word_embeddings": True}

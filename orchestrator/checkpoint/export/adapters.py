@@ -67,7 +67,7 @@ class MergedTensors:
 
     def __init__(self, point: Tensors, config: Mapping[str, Any], model: ModelConfig) -> None:
         """`config` is the point's, flat. Raises as `PointTensors.read` and `merged_tensors`."""
-        from orchestrator.trainer.state.merged_model import merged_tensors
+        from orchestrator.trainer.state.frozen_weights import merged_tensors
 
         trained = ((entry, point.read(entry)) for entry in point.entries)
         how = config["train.precision"], config["train.seed"]

@@ -23,7 +23,7 @@ CHUNKS_AHEAD = 2
 
 
 class InProcessFeed:
-    """`trainer.interfaces.membership.Feed` of one rank, without any other process.
+    """`trainer.interfaces.loop_interface.Feed` of one rank, without any other process.
 
     `replay_bytes` bounds the steps that are kept because they may be requested again. Returns the same slices
     as the Feeder. Not thread-safe.

@@ -71,7 +71,7 @@ async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
 
 
 class RayFeed:
-    """`trainer.interfaces.membership.Feed` of one rank. `feeder` is the handle of the launch's `Feeder`.
+    """`trainer.interfaces.loop_interface.Feed` of one rank. `feeder` is the handle of the launch's `Feeder`.
 
     Every answer is a pure function of the requested range. A prefetched slice therefore stays valid in
     another generation as long as it is still this rank's, and everything may be requested again. The arrays

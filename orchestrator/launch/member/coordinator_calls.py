@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import orchestrator
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.run_status import CODE, DATA, EVALUATES, PEERS, Doing
-from orchestrator.trainer.interfaces.job import ENDING, EVAL, FEED_WAIT, PHASE_LIMITS_S, STEP
+from orchestrator.trainer.interfaces.loop_interface import ENDING, EVAL, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 _PROBE_S = 3.0  # the timeout of a port
 

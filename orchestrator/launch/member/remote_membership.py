@@ -1,4 +1,4 @@
-"""`trainer.interfaces.membership.Membership` over calls to a coordinator that may be unavailable for a while.
+"""The loop's `Membership`, over calls to a coordinator that may be unavailable for a while.
 
 Each call is repeated with fresh arguments until it is answered. `Calls` transports the calls.
 """
@@ -56,8 +56,17 @@ from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.run_status import CODE, PEERS, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.interfaces.job import BETWEEN, ENDING, EVAL, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
-from orchestrator.trainer.interfaces.membership import connect_store, open_store
+from orchestrator.trainer.interfaces.loop_interface import (
+    BETWEEN,
+    ENDING,
+    EVAL,
+    LOAD,
+    PHASE_LIMITS_S,
+    SAVE_WAIT,
+    STEP,
+    connect_store,
+    open_store,
+)
 
 # Members stop after this long without contact to a coordinator of our launch (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
     from orchestrator.checkpoint.points.rank_files import CommittedFiles
     from orchestrator.trainer.evaluation import EvalPart
-    from orchestrator.trainer.interfaces.job import TrainJob
+    from orchestrator.trainer.interfaces.loop_interface import TrainJob
 
 # With another version of one of these, a worker may train something else, or not understand the others.
 COMPARED = ("torch", "transformers", "tokenizers")
@@ -194,7 +194,7 @@ def _parts(task: WorkerTask) -> list[EvalPart]:
 
 def _job(task: WorkerTask) -> TrainJob:
     """The part of the task that the loop needs."""
-    from orchestrator.trainer.interfaces.job import TrainJob
+    from orchestrator.trainer.interfaces.loop_interface import TrainJob
 
     return TrainJob(
         model=task.config.model,

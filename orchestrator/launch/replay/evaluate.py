@@ -147,12 +147,10 @@ def _evaluated(
     from orchestrator.launch.member.eval_feeds import open_parts
     from orchestrator.trainer.evaluation import Evaluator, alone
     from orchestrator.trainer.gradient.invariant import InvariantGradient
-    from orchestrator.trainer.loading.state_tensors import Continues, load
     from orchestrator.trainer.model.build_model import bare_model, first_model, pick_device, set_determinism
     from orchestrator.trainer.objective.objective import objective_of
-    from orchestrator.trainer.state.adapter_base import AdapterBase
-    from orchestrator.trainer.state.frozen_models import FrozenModels
-    from orchestrator.trainer.state.train_state import whole_items
+    from orchestrator.trainer.state.frozen_weights import AdapterBase, FrozenModels
+    from orchestrator.trainer.weights.state_tensors import Continues, load, whole_items
 
     device = pick_device("cuda" if job.cluster.use_gpu and torch.cuda.is_available() else "cpu")
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

@@ -237,7 +237,7 @@ class StepReplayer:
 
     def __init__(self, history: ReplayHistory, device: torch.device) -> None:
         from orchestrator.checkpoint.points.rank_files import CommittedFiles
-        from orchestrator.trainer.loading.state_tensors import Continues, load
+        from orchestrator.trainer.weights.state_tensors import Continues, load
 
         self._history, self._device = history, device
         begin, self.notes = history.begin, list[str]()
@@ -273,7 +273,7 @@ class StepReplayer:
 
     def digest(self) -> str:
         """The digest of the current weights."""
-        from orchestrator.trainer.loading.state_tensors import digest_of
+        from orchestrator.trainer.weights.state_tensors import digest_of
 
         return digest_of(self.state.items())
 
@@ -294,7 +294,7 @@ class StepReplayer:
 
     # ------------------------------------------------------------------------------------------------ inside
     def _change_to(self, attempt: int) -> None:
-        from orchestrator.trainer.loading.state_tensors import copy_items
+        from orchestrator.trainer.weights.state_tensors import copy_items
 
         regime, old = self._history.regime(attempt), self._regime
         if regime.trains_as(old):

@@ -30,7 +30,7 @@ from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.comm import interruptible
 from orchestrator.trainer.comm.interruptible import BACKEND, Communicators, Interruptible
 from orchestrator.trainer.comm.reshard import PendingMessage
-from orchestrator.trainer.interfaces.job import LOAD, PHASE_LIMITS_S
+from orchestrator.trainer.interfaces.loop_interface import LOAD, PHASE_LIMITS_S
 
 # Closes the connections of gloo process groups, so that another thread can interrupt blocked collectives.
 #

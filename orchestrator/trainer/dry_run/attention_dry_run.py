@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import train_padding_rows
 from orchestrator.trainer.model.model_call import call_model, flex_problem, not_by_document
-from orchestrator.trainer.model.model_settings import inner_settings, text_config, without_cache
-from orchestrator.trainer.weights.transformers_model import FLEX
+from orchestrator.trainer.weights.transformers_model import FLEX, inner_settings, text_config, without_cache
 
 NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
 LENGTH = 24  # tokens; longer than the windows and chunks of `small_copies`

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.sections import BUILT_IN
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.planning.state.memory import ModelSize
-from orchestrator.trainer.model.model_settings import require_known_keys
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
@@ -31,9 +30,13 @@ def model_on_meta(
 
     from orchestrator.trainer.model import build_model as models
     from orchestrator.trainer.model.model_call import require_document_attention
-    from orchestrator.trainer.model.model_settings import without_cache
     from orchestrator.trainer.weights.initial import named_state, require_fit
-    from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
+    from orchestrator.trainer.weights.transformers_model import (
+        require_known_keys,
+        shape_only,
+        transformers_settings,
+        without_cache,
+    )
 
     note = ""
     if config.factory is None:
@@ -122,7 +125,7 @@ def require_export(config: ModelConfig, model: Any) -> None:
 
 def require_teacher(model: Any, frozen: Mapping[str, Any], train: TrainConfig) -> None:
     """Raises `ConfigError` if the built-in objective's teacher has another vocabulary than the model."""
-    from orchestrator.trainer.objective.linear_head import require_same_vocabulary
+    from orchestrator.trainer.objective.logit_loss import require_same_vocabulary
 
     name = train.objective_args.get("teacher") if train.objective == BUILT_IN else None
     if name is not None and frozen[name] is not None:
@@ -158,7 +161,7 @@ def size_of(model: Any, adapters: bool = False) -> ModelSize:
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
     from orchestrator.trainer.model.blocks import blocks_of
-    from orchestrator.trainer.model.model_settings import text_config
+    from orchestrator.trainer.weights.transformers_model import text_config
 
     scalars = scalars_of(model)
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
@@ -185,7 +188,7 @@ def frozen_on_meta(
     config: ModelConfig, device_type: str, invariant: bool, precision: str, by_document: bool
 ) -> dict[str, Any]:
     """Builds the frozen models on the meta device; None for one that cannot be built here."""
-    from orchestrator.trainer.state.frozen_models import naming_frozen
+    from orchestrator.trainer.state.frozen_weights import naming_frozen
 
     found = dict[str, Any]()
     for name, frozen in config.frozen.items():
@@ -200,7 +203,7 @@ def frozen_small(config: ModelConfig, shapes: Mapping[str, Any], precision: str)
     import torch
 
     from orchestrator.trainer.model.build_model import bare_model
-    from orchestrator.trainer.state.frozen_models import naming_frozen
+    from orchestrator.trainer.state.frozen_weights import naming_frozen
 
     if any(size_of(shape).parameters * 4 > SMALL_BYTES for shape in shapes.values()):
         return None

@@ -37,7 +37,7 @@ from orchestrator.trainer.dry_run.meta_models import (
     scalars_of,
     size_of,
 )
-from orchestrator.trainer.dry_run.start_needs import import_functions, lacks_weights, names_functions
+from orchestrator.trainer.weights.weight_files import holds_model, holds_weights
 from orchestrator.user_function import find_function
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def _build(
 
 def _optimizer_notes(model: Any, train: TrainConfig) -> tuple[str, ...]:
     """Says which optimizer trains which parameters, or that a plug-in could not be tried here."""
-    from orchestrator.trainer.optimizer.assignment import group_notes
+    from orchestrator.trainer.optimizer.optimizers import group_notes
     from orchestrator.trainer.optimizer.plug_in import NOT_TRIED
 
     try:
@@ -438,6 +438,55 @@ def _limit_memory() -> None:
             used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, hard))
+
+
+# --------------------------------------------------------------------------------------- needs of every start
+def names_functions(model: ModelConfig, train: TrainConfig) -> bool:
+    """Whether the configuration names functions of the user that training calls."""
+    named = [train.objective, train.objective_units, train.optimizer, *train.callbacks]
+    factories = [model.factory, *(frozen.factory for frozen in model.frozen.values())]
+    return any(":" in name for name in named) or any(factories)
+
+
+def import_functions(model: ModelConfig, train: TrainConfig) -> None:
+    """Imports the functions of model, objective and optimizer. This loads torch.
+
+    Raises `ConfigError` as a trial of the model does if one cannot be imported or does not take its
+    arguments.
+    """
+    from orchestrator.trainer.model.build_model import find_factory
+    from orchestrator.trainer.objective.objective import objective_of
+    from orchestrator.trainer.optimizer.optimizers import kind_of
+    from orchestrator.trainer.state.frozen_weights import naming_frozen
+
+    if model.factory is not None:
+        find_factory(model)
+    for name, frozen in model.frozen.items():
+        if frozen.factory is not None:
+            with naming_frozen(name):
+                find_factory(frozen.as_model)
+    kind_of(train.optimizer, train)
+    if train.objective != BUILT_IN:
+        objective_of(train, by_document=False, seq_len=1)
+
+
+def lacks_weights(model: ModelConfig) -> bool:
+    """Whether files are away that the workers of every start read, also of one that continues a point.
+
+    These are the weights of frozen models, the weights beside adapters, and `model.pretrained`, which says
+    what the model is. Only names are looked at. Raises `StorageError`, and `ConfigError` for a URI of another
+    kind.
+    """
+    adapted = model.lora is not None
+    read = [model if adapted else model.model_copy(update={"init_from": None})]
+    read += [frozen.as_model for frozen in model.frozen.values()]
+    return any(map(_is_away, read))
+
+
+def _is_away(model: ModelConfig) -> bool:
+    if model.pretrained is not None and not holds_model(model.pretrained):
+        return True
+    return model.init_from is not None and not holds_weights(model.init_from)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from orchestrator.trainer.gradient.invariant import (
     square_sum,
     with_token_losses,
 )
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from orchestrator.trainer.interfaces.step_summary import RankTerms
 from orchestrator.trainer.model.model_call import attend_within_documents
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.objective import objective_of
-from orchestrator.trainer.state.frozen_models import naming_frozen
+from orchestrator.trainer.state.frozen_weights import naming_frozen
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.model.factory_output import require_state
-from orchestrator.trainer.model.model_settings import without_cache
 from orchestrator.trainer.weights.initial import fill, open_model
 from orchestrator.trainer.weights.lora import add_adapters, without_adapters
 from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
-from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
+from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings, without_cache
 from orchestrator.trainer.weights.weight_files import require_reachable
 from orchestrator.user_function import find_function, not_callable
 

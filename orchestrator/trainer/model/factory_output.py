@@ -29,7 +29,7 @@ from orchestrator.trainer.model.model_call import (
     input_names,
     require_router_loss,
 )
-from orchestrator.trainer.model.model_settings import text_config
+from orchestrator.trainer.weights.transformers_model import text_config
 
 CODE = "model.factory_output"
 _NAMED = 5

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.model.model_settings import settings_of, text_config
-from orchestrator.trainer.weights.transformers_model import FLEX, wants_flex
+from orchestrator.trainer.weights.transformers_model import FLEX, settings_of, text_config, wants_flex
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig

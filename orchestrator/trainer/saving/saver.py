@@ -26,8 +26,7 @@ from orchestrator.records.points import SavedTensor, Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.tries import TIMEOUT
 from orchestrator.trainer.comm.group import GenerationEnded, Group
-from orchestrator.trainer.interfaces.membership import Membership
-from orchestrator.trainer.loading.state_tensors import Item, dtype_name, saved_tensors
+from orchestrator.trainer.interfaces.loop_interface import Membership
 from orchestrator.trainer.saving.save_machines import (
     Action,
     Answered,
@@ -54,6 +53,7 @@ from orchestrator.trainer.saving.staging import (
     shared_rows,
 )
 from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.state_tensors import Item, dtype_name, saved_tensors
 
 STOP_LIMIT_S = 900.0  # how long the writing of a part may take to end after its save was given up
 

@@ -38,7 +38,7 @@ from orchestrator.checkpoint.writer.writer_process import shared_path
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import BufferRows, Layout
 from orchestrator.records.points import ReplicaDigests
-from orchestrator.trainer.loading.state_tensors import Item
+from orchestrator.trainer.weights.state_tensors import Item
 
 _log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process

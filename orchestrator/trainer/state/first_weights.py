@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from orchestrator.trainer.loading.state_tensors import Item, own_tensors
 from orchestrator.trainer.model.build_model import bare_on_cpu, first_model
-from orchestrator.trainer.state.frozen_models import copy_rows
 from orchestrator.trainer.state.lazy_init import DeferredModel, defer
 from orchestrator.trainer.weights.initial import fill_rows, named_state
+from orchestrator.trainer.weights.state_tensors import Item, copy_rows, own_tensors
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
-    from orchestrator.trainer.state.adapter_base import AdapterBase
+    from orchestrator.trainer.state.frozen_weights import AdapterBase
 
 _CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.planning.state.state_layout import Layout, held_rows
-from orchestrator.trainer.loading.state_tensors import Item, whole_item
 from orchestrator.trainer.model.blocks import BlockSettings, with_settings
+from orchestrator.trainer.weights.state_tensors import Item, whole_item
 from orchestrator.trainer.weights.ties import shared_buffers_kept
 
 if TYPE_CHECKING:

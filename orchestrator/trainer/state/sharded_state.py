@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from orchestrator.planning.state.state_layout import Layout, layout_of
-from orchestrator.trainer.loading.state_tensors import Item, own_tensors
 from orchestrator.trainer.model.blocks import BlockSettings, require_blocks
 from orchestrator.trainer.model.build_model import bare_model, emptied
-from orchestrator.trainer.optimizer.assignment import settings_of
-from orchestrator.trainer.optimizer.whole_parameters import Shards
-from orchestrator.trainer.state.adapter_base import AdapterBase
+from orchestrator.trainer.optimizer.optimizer_rows import Shards
+from orchestrator.trainer.optimizer.optimizers import settings_of
 from orchestrator.trainer.state.first_weights import FirstWeights
-from orchestrator.trainer.state.frozen_models import FrozenModels, FrozenShards
+from orchestrator.trainer.state.frozen_weights import AdapterBase, FrozenModels, FrozenShards
 from orchestrator.trainer.state.fsdp_model import local_rows, shard_items, shard_model
 from orchestrator.trainer.state.train_state import OwnRows, TrainState
+from orchestrator.trainer.weights.state_tensors import Item, own_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

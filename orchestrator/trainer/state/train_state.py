@@ -14,35 +14,33 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from orchestrator.checkpoint.files.manifest import MODEL, OPTIMIZER
+from orchestrator.checkpoint.files.manifest import EMA, MODEL, OPTIMIZER
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.loading.state_tensors import (
+from orchestrator.trainer.model.blocks import BlockSettings, require_blocks, with_settings
+from orchestrator.trainer.model.build_model import build_model, first_model, placed
+from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
+from orchestrator.trainer.optimizer.optimizers import settings_of
+from orchestrator.trainer.state.first_weights import FirstWeights
+from orchestrator.trainer.state.frozen_weights import AdapterBase, FrozenModels, frozen_field
+from orchestrator.trainer.weights.state_tensors import (
     STEPS,
     Item,
     begin_anew,
     is_trained,
-    own_tensors,
     tensor_bytes,
     whole_item,
+    whole_items,
 )
-from orchestrator.trainer.model.blocks import BlockSettings, require_blocks, with_settings
-from orchestrator.trainer.model.build_model import build_model, first_model, placed
-from orchestrator.trainer.optimizer.assignment import settings_of
-from orchestrator.trainer.optimizer.averaged_weights import AveragedWeights
-from orchestrator.trainer.optimizer.optimizer_rows import OptimizerRows
-from orchestrator.trainer.state.adapter_base import AdapterBase
-from orchestrator.trainer.state.first_weights import FirstWeights
-from orchestrator.trainer.state.frozen_models import FrozenModels, frozen_field
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
     from orchestrator.trainer.optimizer.kinds import Setting
-    from orchestrator.trainer.optimizer.whole_parameters import Shards
+    from orchestrator.trainer.optimizer.optimizer_rows import Shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,15 +140,6 @@ class OwnRows:
         self._steps += 1
         if self._averages is not None:
             self._averages.step()
-
-
-def whole_items(model: nn.Module) -> list[Item]:
-    """Returns the tensors of a model's state. Makes each of them contiguous."""
-    items = []
-    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
-        tensor.data = tensor.data.contiguous()
-        items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
-    return items
 
 
 class TrainState:
@@ -390,3 +379,31 @@ class TrainState:
         begin_anew(items, weights)
         self.filled()
         self._untouched = True
+
+
+# -------------------------------------------------------------------------------------------------- train.ema
+class AveragedWeights:
+    """Averages in float32 over this member's rows of the trained weights.
+
+    After each step of the optimizer an average a of a weight w becomes decay · a + (1 - decay) · w. Rows get
+    the same bits as whole tensors. In bfloat16 a change of 1 - decay would be lost, so averages are float32
+    whatever the weights are.
+    """
+
+    def __init__(self, items: Sequence[Item], decay: float) -> None:
+        """`items`: the trained weights, with which the averages begin."""
+        self._items, self._decay = items, decay
+        self._averages = [item.tensor.detach().float().clone() for item in items]
+
+    def items(self) -> Iterator[Item]:
+        """Yields the averages as items of the training state, under the names of their weights."""
+        for item, average in zip(self._items, self._averages, strict=True):
+            whole = replace(item.whole, group=EMA, itemsize=average.dtype.itemsize)
+            yield replace(item, whole=whole, tensor=average)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes the weights as they are now into the averages."""
+        if self._items:
+            weights = [item.tensor.detach().float() for item in self._items]
+            torch._foreach_lerp_(self._averages, weights, 1 - self._decay)

@@ -23,8 +23,8 @@ from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
-from orchestrator.trainer.loading.state_tensors import Item, fill_items, own_tensors, whole_item
 from orchestrator.trainer.weights.saved_form import SavedForm, renames
+from orchestrator.trainer.weights.state_tensors import Item, fill_items, own_tensors, whole_item
 from orchestrator.trainer.weights.transformers_model import naming_model, without_bars
 from orchestrator.trainer.weights.weight_files import (
     ADAPTER_SETTINGS,

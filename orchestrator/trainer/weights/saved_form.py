@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
-from orchestrator.trainer.loading.state_tensors import own_tensors, tensor_bytes
+from orchestrator.trainer.weights.state_tensors import own_tensors, tensor_bytes
 from orchestrator.trainer.weights.ties import kept_in_float32, note_ties
 from orchestrator.trainer.weights.transformers_model import (
     GENERATION,

@@ -1,15 +1,14 @@
-"""The models of `model.frozen`, which no step changes and no point holds.
+"""The weights that no step changes and no point holds: frozen models, and those beside adapters.
 
 Under `replicate` every member holds them whole from its start. In shards a member holds its rows of them. It
-reads these from where the configuration says, again whenever another layout gives it other rows, and wraps
-them in FSDP2 for each generation.
+reads these from where the configuration says, again whenever another layout gives it other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,20 +18,33 @@ from typing_extensions import override
 from orchestrator.checkpoint.files.manifest import MODEL
 from orchestrator.config.sections import FrozenModelConfig
 from orchestrator.errors import naming_fields
-from orchestrator.planning.state.state_layout import weights_sum
-from orchestrator.trainer.loading.state_tensors import Item, own_tensors, sum_of, whole_item
+from orchestrator.planning.state.state_layout import Layout, weights_sum
+from orchestrator.records.points import SavedTensor
 from orchestrator.trainer.model.blocks import BlockSettings
 from orchestrator.trainer.model.build_model import bare_model, emptied, first_model, weights_dtype
 from orchestrator.trainer.state.fsdp_model import shard_items, shard_model
 from orchestrator.trainer.state.lazy_init import defer
 from orchestrator.trainer.weights.initial import fill_rows, named_state
+from orchestrator.trainer.weights.lora import base_names, base_state, merged_state, without_adapters
+from orchestrator.trainer.weights.state_tensors import (
+    Item,
+    copy_rows,
+    dtype_name,
+    is_trained,
+    own_tensors,
+    require_fixed,
+    sum_of,
+    tensor_bytes,
+    whole_item,
+    whole_items,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from orchestrator.config.sections import ModelConfig, TrainConfig
-    from orchestrator.planning.state.state_layout import Layout
 
+# ----------------------------------------------------------------------------------------------- model.frozen
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -166,13 +178,6 @@ def precision_of(config: FrozenModelConfig, train: TrainConfig) -> str:
     return "pure_bf16" if config.dtype == "bfloat16" else "float32"
 
 
-def copy_rows(item: Item, whole: Tensor) -> None:
-    """Fills an item with its rows of the tensor `whole`."""
-    rows = item.tensor
-    if rows.numel():
-        rows.copy_(whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole)
-
-
 def frozen_field(name: str) -> str:
     """Returns the configuration's field of a frozen model."""
     return f"model.frozen.{name}"
@@ -197,3 +202,126 @@ def _bare(config: ModelConfig, precision: str, seed: int) -> nn.Module:
     except Exception:  # noqa: BLE001  user code receives tensors without values
         later = None
     return make() if later is None else later.model
+
+
+# ------------------------------------------------------------------------------------------------- model.lora
+class AdapterBase:
+    """The rows that a member holds of the weights beside adapters; none without `model.lora`.
+
+    Its items have the names that the weights have in a model without adapters, so that their digest does not
+    depend on which modules are adapted.
+    """
+
+    def __init__(self, config: ModelConfig, precision: str, seed: int, model: nn.Module) -> None:
+        """`model` may be without weights."""
+        self.exists = config.lora is not None
+        self._config, self._precision, self._seed = without_adapters(config), precision, seed
+        self._names: Mapping[str, str] = {}
+        self._state: Mapping[str, Tensor] = {}
+        if self.exists:
+            self._names, self._state = base_names(model), base_state(model)
+        self._items: Sequence[Item] = ()
+        self._place: tuple[int, int] | None = None  # number of shards, and shard
+        self._lacks, self._sum = True, 0
+        self._is_summed = False
+
+    @property
+    def field(self) -> str:
+        """The configuration's field that says where the weights are."""
+        return "model.pretrained" if self._config.init_from is None else "model.init_from"
+
+    def split(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+        """Returns those of a model's items that points hold, and the others."""
+        if not self.exists:
+            return list(items), []
+        trained = [item for item in items if is_trained(item.tensor)]
+        return trained, [item for item in items if not is_trained(item.tensor)]
+
+    def hold(self, items: Sequence[Item], layout: Layout, rank: int, are_filled: bool = False) -> None:
+        """Takes the items that `split` has left over, in the layout of a new generation.
+
+        If this member has the rows already, it copies them from the items of before, else they are read by
+        `read`, unless they `are_filled`.
+        """
+        new, place = self._renamed(items), (layout.num_shards, layout.shard_of(rank))
+        if are_filled:
+            self._lacks = False
+        elif self._lacks or place != self._place:
+            self._lacks, self._is_summed = True, False
+        else:
+            for old, item in zip(self._items, new, strict=True):
+                item.tensor.detach().copy_(old.tensor.detach())
+        self._items, self._place = new, place
+
+    def read(self) -> None:
+        """Reads the rows that this member lacks. Raises `ConfigError` and `StorageError`."""
+        if self.exists and self._lacks:
+            self._fill(self._items)
+            self._lacks = False
+
+    def fill_copies(self, items: Sequence[Item]) -> list[Item]:
+        """Fills those of a model's items that begin as copies of these weights, and returns the others.
+
+        Raises `ConfigError` and `StorageError`.
+        """
+        self._fill(self._renamed(items))
+        return [item for item in items if item.name not in self._names]
+
+    def _fill(self, items: Sequence[Item]) -> None:
+        with torch.no_grad():
+            if not items or fill_rows(self._config, self._state, items):
+                return
+            made = first_model(self._config, self._precision, self._seed, _CPU, invariant=False)
+            values = dict(own_tensors(made.state_dict(keep_vars=True)))
+            for item in items:
+                copy_rows(item, values[item.name].detach())
+
+    def sum(self) -> int:
+        """Returns the sum of the rows of this member's shard (`planning.state.state_layout`)."""
+        if not self._is_summed:
+            shard = 0 if self._place is None else self._place[1]
+            held = (item for item in self._items if item.whole.sharded or shard == 0)
+            self._sum, self._is_summed = sum(map(sum_of, held)), True
+        return self._sum
+
+    def digests(self) -> dict[str, str]:
+        """Returns the digest of weights that this member holds whole, by their field."""
+        return {self.field: weights_sum([self.sum()])} if self.exists else {}
+
+    def _renamed(self, items: Sequence[Item]) -> list[Item]:
+        return [
+            replace(item, whole=replace(item.whole, name=self._names[item.name]))
+            for item in items
+            if item.name in self._names
+        ]
+
+
+def merged_tensors(
+    config: ModelConfig,
+    precision: str,
+    seed: int,
+    trained: Iterable[tuple[SavedTensor, bytearray]],
+    point: str,
+    fixed: Mapping[str, str],
+) -> Iterator[tuple[SavedTensor, memoryview]]:
+    """Yields each tensor of the model without adapters, and its bytes.
+
+    `trained` are the tensors of a point, of the model or their averages. Reads the weights that the adapters
+    belong to, and holds the model in memory. Raises `ConfigError` and `StorageError`, as a start of the run,
+    and `ResumePointError` if the weights are not those that `point` was trained with, by its digests `fixed`.
+    """
+    model = first_model(config, precision, seed, torch.device("cpu"), invariant=False)
+    base = AdapterBase(config, precision, seed, model)
+    base.hold(base.split(whole_items(model))[1], Layout(num_shards=1, num_replicas=1), 0, are_filled=True)
+    require_fixed(point, fixed, base.digests())
+    held = dict(model.state_dict(keep_vars=True))
+    with torch.no_grad():
+        for entry, data in trained:
+            saved = torch.frombuffer(data, dtype=getattr(torch, entry.dtype))
+            held[entry.name].copy_(saved.view(entry.shape))
+        merged = dict(own_tensors(merged_state(model)))
+    for name, tensor in sorted(merged.items()):
+        form = SavedTensor(
+            group=MODEL, name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape), sharded=False
+        )
+        yield form, tensor_bytes(tensor)

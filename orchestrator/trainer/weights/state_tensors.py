@@ -69,6 +69,15 @@ def whole_item(group: str, name: str, tensor: Tensor, *, sharded: bool) -> Item:
     return Item(whole=whole, tensor=tensor)
 
 
+def whole_items(model: nn.Module) -> list[Item]:
+    """Returns the tensors of a model's state. Makes each of them contiguous."""
+    items = []
+    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
+        tensor.data = tensor.data.contiguous()
+        items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
+    return items
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the tensor's values as bytes, in order. Copies them only if the tensor is on a GPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -322,6 +331,13 @@ def _only(group: str, some: Mapping[str, Form], others: Mapping[str, Form]) -> l
         for name, form in some.items()
         if others.get(name) != form
     )
+
+
+def copy_rows(item: Item, whole: Tensor) -> None:
+    """Fills an item with its rows of the tensor `whole`."""
+    rows = item.tensor
+    if rows.numel():
+        rows.copy_(whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole)
 
 
 def copy_items(source: Sequence[Item], target: Sequence[Item], reset_optimizer: bool) -> None:
