@@ -344,9 +344,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------------------ a run's stream
-@pytest.mark.quick(
-    "s3-jsonl.gz", "s3-lines", "gs-jsonl", "gs-parquet", "az-jsonl", "az-jsonl.gz", "az-lines", "az-parquet"
-)
+@pytest.mark.quick("s3-lines", "s3-jsonl.gz", "gs-jsonl", "gs-parquet", "az-jsonl")
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "lines"])
 def test_the_stream_from_a_bucket_is_that_of_the_same_files_in_a_folder(
     bucket: str, tmp_path: Path, tiny_config: Make, kind: str

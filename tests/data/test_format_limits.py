@@ -50,6 +50,17 @@ def outcome(folder: Path, form: str) -> None:
     read_straight(planned(folder, form, Content()))
 
 
+@pytest.mark.quick(
+    "mds-.zst-1.0",
+    "arrow--0.7",
+    "cbor-.bz2-0.3",
+    "lines-.xz-0.7",
+    "csv-.gz-1.0",
+    "parquet--0.3",
+    "hf_dataset--0.7",
+    "jsonl-.xz-1.0",
+    "webdataset-.bz2-0.7",
+)
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
 @pytest.mark.parametrize(
     ("form", "press"),

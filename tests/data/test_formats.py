@@ -92,6 +92,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_UNIT_BYTES", 500)
 
 
+@pytest.mark.quick(
+    "csv--sizes31",
+    "mds-.xz-sizes57",
+    "jsonl--sizes11",
+    "lines-.bz2-sizes21",
+    "cbor-.zst-sizes62",
+    "tsv-.gz-sizes40",
+    "hf_dataset--sizes7",
+    "parquet--sizes2",
+    "arrow--sizes5",
+    "webdataset--sizes44",
+    "text--sizes24",
+)
 @pytest.mark.parametrize(
     ("form", "press", "sizes"),
     [(form, press, sizes) for form, press in EVERY for sizes in (SIZES[:1] if press else SIZES)],

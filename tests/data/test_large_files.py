@@ -67,6 +67,7 @@ def placed(lines: list[bytes]) -> Found:
     return expected_lines(lines)
 
 
+@pytest.mark.quick("plain-1073741824", "zst-300000", "gz-300000")
 @pytest.mark.parametrize("fragment_bytes", [300_000, 1 << 30])
 @pytest.mark.parametrize("kind", PRESS)
 def test_every_line_of_a_large_file_is_read_whole_and_at_its_place(
@@ -112,6 +113,14 @@ COLUMNS = {
 }
 
 
+@pytest.mark.quick(
+    "dictionary of large strings-4194304",
+    "string-3000",
+    "dictionary of bytes-4194304",
+    "large string-4194304",
+    "dictionary-4194304",
+    "binary-4194304",
+)
 @pytest.mark.parametrize("stretch_bytes", [BATCH_BYTES, 3000])
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_every_row_of_a_large_group_is_read_at_its_place(

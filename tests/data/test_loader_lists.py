@@ -412,6 +412,7 @@ def batches_of(
     return found, json.loads(states.pop())
 
 
+@pytest.mark.chaos
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     history=st.lists(

@@ -258,6 +258,7 @@ def test_documents_without_tokens_do_not_gather_in_a_chunk(
     assert plain(samples(spec, 16)) == before
 
 
+@pytest.mark.quick("bestfit")
 @pytest.mark.parametrize("mode", ["concat", "bestfit"])
 def test_documents_without_tokens_leave_nothing_in_the_stream(
     mode: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch

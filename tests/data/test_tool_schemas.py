@@ -238,6 +238,15 @@ def printing(key: str) -> str:
 CALLED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 
 
+@pytest.mark.quick(
+    "value2-reasoning",
+    "value1-answers",
+    "value0-tool_calls",
+    "value4-thinking",
+    "value3-name",
+    "value2-reasoning_content",
+    "value2-content",
+)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("value", [[{"type": "x"}], {"a": "b"}, {"a": [1, 2]}, {"a": {}}, [{"a": None}]])
 def test_a_list_or_an_object_that_is_printed_is_refused(key: str, value: Any, tmp_path: Path) -> None:
@@ -250,6 +259,7 @@ def test_a_list_or_an_object_that_is_printed_is_refused(key: str, value: Any, tm
     assert raised.value.error_code == CODE
 
 
+@pytest.mark.quick("5-thinking", "1.5-reasoning_content", "True-reasoning", "1.5-name")
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "name"])
 @pytest.mark.parametrize("value", [True, 5, 1.5])
 def test_numbers_and_booleans_are_no_reasoning_and_no_name_where_they_are_printed(

@@ -92,6 +92,14 @@ def of(records: Sequence[Record], *names: str) -> list[Described]:
     return found
 
 
+@pytest.mark.quick(
+    "jsonl-sizes2",
+    "cbor-sizes0",
+    "arrow-sizes1",
+    "mds-sizes0",
+    "parquet-sizes0",
+    "hf_dataset-sizes0",
+)
 # ---------------------------------------------------------------------------------------- formats
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("form", NESTED)

@@ -80,7 +80,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "_RUN_RECORDS", 60)
 
 
-@pytest.mark.quick("jsonl-parse-auto", "parquet-text-auto")
+@pytest.mark.quick("parquet-text-auto")
 @pytest.mark.parametrize(
     ("form", "special", "encoder"),
     [

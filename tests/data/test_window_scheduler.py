@@ -425,7 +425,7 @@ def test_while_a_source_waits_for_its_list_no_other_is_read_ahead_of_it() -> Non
     world.check_end()
 
 
-@pytest.mark.quick("real0-guess0-1-False", "real7-guess7-0-True")
+@pytest.mark.quick("real7-guess7-0-True")
 @pytest.mark.parametrize(
     ("real", "guess", "accidents", "move"),
     [

@@ -44,6 +44,7 @@ def test_the_newest_finding_of_each_kind_and_point_counts(files: FindingFiles) -
     assert last.by.count("@") == 1
 
 
+@pytest.mark.quick("local")
 def test_many_who_look_at_once_get_a_number_each(files: FindingFiles) -> None:
     with ThreadPoolExecutor(8) as pool:
         added = list(pool.map(lambda _: files.add(AUDIT, 1, 0.0, {}).number, range(40)))

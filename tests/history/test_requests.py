@@ -28,6 +28,7 @@ def test_requests_are_read_as_they_were_asked_and_only_by_their_launch(storage: 
     assert RequestFiles(storage, "bb", "run").read(1) is None
 
 
+@pytest.mark.quick("local")
 def test_many_who_ask_at_once_get_a_number_each(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
         asked = list(pool.map(lambda _: RequestFiles(storage, "aa", "run").ask(SAVE).number, range(40)))

@@ -308,6 +308,13 @@ def plant_in_both_packers(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> Non
     monkeypatch.setattr(ReferencePacker, "samples", samples)
 
 
+@pytest.mark.quick(
+    "one_lost_one_repeated",
+    "labels_one_too_far",
+    "documents_from_one",
+    "one_document_per_sample",
+    "labels_are_inputs",
+)
 @pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
 def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_it(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch, wrong: Change
@@ -338,6 +345,17 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
     assert (found["step"], "trained samples have digest" in found["reason"]) == ("1", True)
 
 
+@pytest.mark.quick(
+    "6-a_document_too_many-document ids",
+    "1000-documents_from_one-document ids do not count",
+    "6-labels_are_inputs-labels are not its inputs one token further",
+    "6-one_lost_one_repeated-one after the other",
+    "6-one_document_per_sample-document ids do not change where documents begin",
+    "1000-padding_is_trained-targets, it counted",
+    "1000-padding_is_a_document-padding is not all",
+    "6-labels_one_too_far-labels are not its inputs one token further",
+    "1000-padding_has_tokens-padding is not all",
+)
 @pytest.mark.parametrize(
     ("num_steps", "wrong", "text"),
     [(1000, *planted) for planted in PACKED_WRONG]
@@ -392,6 +410,11 @@ def test_an_audit_begins_inside_any_later_piece_of_a_document(
         assert report["exactly_once"], (step, source, report["first_difference"])
 
 
+@pytest.mark.quick(
+    "labels_one_too_far-labels are not its inputs one token further",
+    "documents_from_one-document ids do not count",
+    "a_document_too_many-document ids",
+)
 @pytest.mark.parametrize(
     ("wrong", "text"), [planted for planted in PACKED_WRONG if "padding" not in planted[0].__name__]
 )

@@ -94,7 +94,7 @@ def test_the_report_is_the_same_in_any_parts(
         assert in_parts(run, monkeypatch, least_tokens, steps=steps) == run.audit(steps)
 
 
-@pytest.mark.quick("33", "48", "60")
+@pytest.mark.quick("33")
 @pytest.mark.parametrize("stop", range(33, 61, 3))
 def test_wherever_the_history_ends_the_report_is_the_same_in_any_parts(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch, stop: int
@@ -103,6 +103,7 @@ def test_wherever_the_history_ends_the_report_is_the_same_in_any_parts(
     assert in_parts(run, monkeypatch, 1) == run.audit()
 
 
+@pytest.mark.chaos
 def test_documents_of_many_pieces_are_counted_once_in_any_parts(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

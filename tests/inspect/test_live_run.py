@@ -292,6 +292,7 @@ def test_a_run_that_is_begun_while_it_is_opened_is_opened(
         assert isinstance(store, RunStore)
 
 
+@pytest.mark.quick("once_at-0001.json", "after-000001.jsonl", "once_at-0001.parent.json")
 @pytest.mark.parametrize("path", ["0001.json", "0001.parent.json", "000001.jsonl"])
 @pytest.mark.parametrize("when", [once_at, after])
 def test_an_audit_beside_a_new_attempt_proves_what_it_has_read(

@@ -75,6 +75,7 @@ def test_no_reader_calls_a_fork_or_a_rewound_run_damaged(job: JobConfig, data: D
     assert sum(walk(job, data, seed, branches=True) for seed in range(12)) < 12 * READINGS / 50
 
 
+@pytest.mark.chaos
 def test_no_reader_on_an_nfs_client_calls_a_healthy_run_damaged(job: JobConfig, data: DataSpec) -> None:
     assert search(job, data, range(8), on_nfs=True) < 8 * READINGS / 50
 

@@ -55,6 +55,13 @@ def remove(runner: Runner, path: str) -> None:
     shutil.rmtree(found) if found.is_dir() else found.unlink()
 
 
+@pytest.mark.quick(
+    "attempts-attempts/",
+    "attempts/0004.json-attempts/0004.json",
+    "attempts/0004.parent.json-attempts/0004.parent.json",
+    "tokenizer/tokenizer.json-tokenizer/tokenizer.json",
+    "points/00000030-a0003-g0001/COMMIT-points/00000030-a0003-g0001/COMMIT",
+)
 @pytest.mark.parametrize(
     ("gone", "told"),
     [

@@ -72,8 +72,8 @@ def test_a_run_of_transformed_documents_is_shown_whole_and_from_any_step_on(
         assert later["exactly_once"], later["first_difference"]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
-@pytest.mark.quick("bestfit")
 def test_transformed_documents_are_counted_once_in_any_parts(
     mode: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +227,7 @@ def columns_are_those_of_another_record(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(OrderedWindow, "described", described)
 
 
-@pytest.mark.quick("parquet")
+@pytest.mark.chaos
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_run_whose_transforms_see_columns_is_shown_and_told_from_one_with_columns_of_others(
     form: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch

@@ -194,6 +194,7 @@ def test_a_cluster_is_not_looked_at_and_this_is_said(make: MakeJob) -> None:
     assert "what the cluster has is not looked at: memory, CPUs, GPUs, object store" in dry_run(job).notes
 
 
+@pytest.mark.quick("words0-another seed", "words1-a narrower path", "words0-a file that is gone")
 @pytest.mark.parametrize("change", ["a narrower path", "a file that is gone", "another seed"])
 @pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"]])
 def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(

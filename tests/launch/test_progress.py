@@ -342,6 +342,7 @@ cli.main(["train", "job.yaml"])
 """
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_that_shells_expect(
     number: signal.Signals,

@@ -136,6 +136,7 @@ def test_a_reader_that_starts_again_sees_how_many_messages_it_missed() -> None:
     assert any(b"messages are missing here" in line for line in lines)
 
 
+@pytest.mark.quick("arguments1-full", "arguments0-closed", "arguments2-closed")
 @pytest.mark.parametrize("output", ["closed", "full"])
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--help"]])
 def test_a_result_that_cannot_be_written_is_an_error_in_a_line(output: str, arguments: list[str]) -> None:

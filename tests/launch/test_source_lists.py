@@ -488,6 +488,7 @@ def histories(draw: st.DrawFn) -> list[tuple[tuple[str, ...], str, int, bool]]:
     return [(names, asks, steps, saves or not i) for i, (names, asks, steps, saves) in enumerate(found)]
 
 
+@pytest.mark.chaos
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_any_history_of_launches_trains_each_list_once(

@@ -355,6 +355,10 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
+@pytest.mark.quick(
+    "attempts/{:04d}.parent.json-attempts/{:04d}.parent.json-emptied-1",
+    "attempts/{:04d}.parent.json-attempts/{:04d}.parent.json-unlink-2",
+)
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("damage", [Path.unlink, emptied])
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_racing_launches_make_one_history_whatever_becomes_of_their_requests(
     assert len(launches.won) > num_claims // 30
 
 
+@pytest.mark.chaos
 def test_launches_that_race_on_a_server_that_overwrites_claim_nothing(proxy: Proxy) -> None:
     proxy.forgets = ("if-none-match",)
     launches = Launches(f"{new_bucket(proxy.url)}/run", 200)

@@ -187,6 +187,7 @@ def overtake(kind: str, nth: int) -> bool:
     return 2 in run.promises.claimed
 
 
+@pytest.mark.quick("some calls-bucket")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "every", [7, pytest.param(1, marks=pytest.mark.chaos)], ids=["some calls", "all calls"]

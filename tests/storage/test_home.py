@@ -53,6 +53,7 @@ def ran(uid: int, environment: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.quick("environment0")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/proc"}, {"XDG_CACHE_HOME": "/proc/x"}])
 def test_a_uid_without_a_name_or_a_home_reads_runs_and_keeps_what_it_must_elsewhere(

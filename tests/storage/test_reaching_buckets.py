@@ -50,6 +50,7 @@ def root(proxy: Proxy) -> str:
     return f"{new_bucket(proxy.url)}/run"
 
 
+@pytest.mark.quick("silence")
 # ------------------------------------------------------------------------------ limits
 @pytest.mark.parametrize("fault", ["silence", "silence after"])
 def test_a_server_that_says_nothing_is_asked_again(proxy: Proxy, root: str, fault: Fault) -> None:

@@ -156,6 +156,14 @@ def test_pieces_are_bytes_whatever_their_items_are(store: Store) -> None:
     assert content(store, "numbers") == bytes(range(16)) * 2
 
 
+@pytest.mark.quick(
+    "az--1-8388618-False",
+    "local-1-10-True",
+    "model--1-10-False",
+    "nfs--1-10-True",
+    "gs--1-10-False",
+    "s3-1-10-False",
+)
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("size", [10, PART_BYTES + 10])
 @pytest.mark.parametrize("announced", [-1, 1])

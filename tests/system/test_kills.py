@@ -38,6 +38,7 @@ ADDRESS = r"[\d.]+"
 Unbroken = tuple[str, list[float]]
 
 
+@pytest.mark.chaos
 def test_two_workers_train_the_same_bits_as_one(undisturbed: dict[int, Job], unbroken: Unbroken) -> None:
     assert_same_training(undisturbed[2], unbroken)
 

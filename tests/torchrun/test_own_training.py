@@ -79,6 +79,7 @@ def facts(run: orchestrator.Run) -> list[tuple[Any, ...]]:
     return [(r.step, r.digest, r.loss, r.grad_norm, json.dumps(r.metrics)) for r in run.records()]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "words",
     [

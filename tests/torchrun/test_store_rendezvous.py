@@ -50,6 +50,7 @@ def test_ranks_that_were_restarted_unequally_often_meet_and_hear_nothing_of_olde
             process.join(WAIT_S)
 
 
+@pytest.mark.quick("1-keys: /rendezvous/answer/")
 @pytest.mark.parametrize(
     ("rank", "missing"), [(0, "missing: rank 1, rank 2"), (1, "keys: /rendezvous/answer/")]
 )

@@ -132,7 +132,7 @@ def log_prob(model: Any, row: tuple[list[int], int]) -> Tensor:
     return sum(logs[at - 1, tokens[at]] for at in range(given, len(tokens)))  # type: ignore[return-value]
 
 
-@pytest.mark.quick("replicate")
+@pytest.mark.chaos
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_dpo_is_that_of_a_plain_loop(folder: Path, parallel: str) -> None:
     words = () if parallel == "replicate" else ("train.parallel=shard", "train.numerics=fast")

@@ -69,6 +69,7 @@ def test_rank_0_calls_each_method_once_for_each_fact_in_their_order(tmp_path: Pa
     assert errors(launch) == []
 
 
+@pytest.mark.chaos
 def test_a_callback_changes_no_bit_whatever_it_does_and_its_first_errors_are_reported(tmp_path: Path) -> None:
     expected = run_to_end(tmp_path / "without", 2)
     launch = run_to_end(tmp_path / "with", 2, job=job_of(tmp_path, "Hostile", "Recorder"))
@@ -82,6 +83,7 @@ def test_a_callback_changes_no_bit_whatever_it_does_and_its_first_errors_are_rep
     assert len([call for call in called(tmp_path) if call[1] == "on_step"]) == 8, "the other one is called"
 
 
+@pytest.mark.chaos
 def test_what_a_callback_is_called_with_can_be_read_in_the_run_at_that_moment(tmp_path: Path) -> None:
     """The journal cannot be written while the coordinator is asked several times to take an evaluation."""
     job = job_of(tmp_path, "Reader", eval__every_steps=2, resume__every_steps=3)
@@ -131,6 +133,7 @@ def test_a_process_that_ends_is_reported_and_training_continues(tmp_path: Path) 
     assert "exit code 3" in text
 
 
+@pytest.mark.chaos
 def test_after_the_death_of_rank_0_another_member_calls_and_no_step_off_the_history_is_seen(
     tmp_path: Path,
 ) -> None:
@@ -147,6 +150,7 @@ def test_after_the_death_of_rank_0_another_member_calls_and_no_step_off_the_hist
     assert steps[-1][1] == 12
 
 
+@pytest.mark.chaos
 def test_an_evaluation_reaches_on_eval(tmp_path: Path) -> None:
     view = run_to_end(tmp_path / "run", 1).views[0]
     failed: list[str] = []

@@ -36,6 +36,13 @@ EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
 ALL_TERMS = LossTerms(z_loss=0.01, label_smoothing=0.1, logit_softcap=3.0)
 
 
+@pytest.mark.quick(
+    "bf16-True-of1-23",
+    "float32-False-of0-100",
+    "bf16-True-of1-22",
+    "bf16-True-of1-5",
+    "float32-True-of0-1",
+)
 @pytest.mark.parametrize("size", [1, 5, 22, 23, 100])
 @pytest.mark.parametrize("of", [LossTerms(), ALL_TERMS])
 @pytest.mark.parametrize("bias", [False, True])
@@ -86,6 +93,15 @@ def transformer(kind: str, **more: Any) -> Any:
     return model.train()
 
 
+@pytest.mark.quick(
+    "granite-more3-True",
+    "cohere-more4-False",
+    "mixtral-more5-False",
+    "gpt2-more1-True",
+    "qwen3_moe-more6-False",
+    "llama-more0-True",
+    "gemma2-more2-False",
+)
 @pytest.mark.parametrize("by_document", [False, True])
 @pytest.mark.parametrize(
     ("kind", "more"),
@@ -215,7 +231,7 @@ def test_bits_are_the_same_on_any_number_of_members(tmp_path: Path) -> None:
     [(2, "replicate"), (2, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
-@pytest.mark.quick("ddp", "hsdp")
+@pytest.mark.quick("hsdp")
 def test_ddp_fsdp2_and_hsdp_train_it_as_one_process_trains_whole_logits(
     tmp_path: Path, size: int, parallel: object
 ) -> None:

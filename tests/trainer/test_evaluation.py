@@ -85,6 +85,7 @@ def test_training_has_the_bits_of_a_run_without_evaluations(plain: Launch, evalu
     assert trained_steps(evaluated) == trained_steps(plain)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_evaluations_have_the_same_bits_on_any_number_of_members(
     tmp_path: Path, evaluated: Launch, world_size: int
@@ -98,7 +99,7 @@ def test_evaluations_have_the_same_bits_on_any_number_of_members(
     [(2, "replicate"), (2, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
-@pytest.mark.quick("ddp", "hsdp")
+@pytest.mark.quick("hsdp")
 def test_ddp_fsdp2_and_hsdp_evaluate_as_one_process_does(
     tmp_path: Path, evaluated: Launch, size: int, parallel: object
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_loss_that_is_not_finite_is_none_and_reported_once(tmp_path: Path) -> 
     assert all(record.loss is not None for record in launch.journal().records)
 
 
+@pytest.mark.quick("shard")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_a_loss_in_the_middle_repeats_the_evaluation(
     tmp_path: Path, evaluated: Launch, parallel: str

@@ -56,6 +56,7 @@ def assert_starts_from(state: TrainState, other: TrainState) -> None:
     assert state.optimizer_steps == 1
 
 
+@pytest.mark.quick("experts")
 @pytest.mark.parametrize(
     "model", [{"config": TIED}, {"config": MIXTRAL}, FACTORY], ids=["tied", "experts", "factory"]
 )

@@ -150,7 +150,7 @@ def test_bits_are_the_same_on_any_number_of_members_and_a_point_has_only_the_mod
     [(2, "replicate"), (3, "shard"), (4, {"shard": 2, "replicate": 2})],
     ids=["ddp", "fsdp2", "hsdp"],
 )
-@pytest.mark.quick("3-ddp", "3-hsdp", "None-fsdp2")
+@pytest.mark.quick("3-hsdp")
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_ddp_fsdp2_and_hsdp_distil_as_one_process_does(
     tmp_path: Path, teacher: str, size: int, parallel: object, chunk: int | None
@@ -216,6 +216,7 @@ def test_other_weights_under_the_same_name_are_refused_and_another_place_is_not(
                 load(state.items(), name, files, Continues(fixed=fixed))
 
 
+@pytest.mark.quick("replicate")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_a_resume_with_other_weights_ends_on_every_rank(tmp_path: Path, teacher: str, parallel: str) -> None:
     first = run_to_end(tmp_path, 2, job=distilled(teacher, train__parallel=parallel, train__max_steps=2))
@@ -228,6 +229,7 @@ def test_a_resume_with_other_weights_ends_on_every_rank(tmp_path: Path, teacher:
             assert digest in text, text
 
 
+@pytest.mark.quick("hsdp")
 @pytest.mark.parametrize("parallel", ["replicate", {"shard": 2, "replicate": 2}], ids=["replicate", "hsdp"])
 def test_replicas_that_read_other_files_do_not_train(tmp_path: Path, teacher: str, parallel: object) -> None:
     job, names = distilled(teacher, train__parallel=parallel), ["a", "b", "c", "d"]
@@ -266,6 +268,7 @@ def with_reference(teacher: str, name: str, **changes: Any) -> TrainJob:
     )
 
 
+@pytest.mark.chaos
 def test_a_plug_in_calls_frozen_models(tmp_path: Path, teacher: str) -> None:
     job = with_reference(teacher, "nearer_to_reference")
     alone, three = (run_to_end(tmp_path / str(size), size, job=job) for size in (1, 3))

@@ -132,6 +132,12 @@ def test_a_gradient_of_norm_5_is_scaled_down_to_a_lower_limit_and_no_other_is_ch
     assert torch.cat([part.flatten() for part in parts]).tolist() == pytest.approx([*after, 0.0], rel=1e-6)
 
 
+@pytest.mark.quick(
+    "1.1-1.0-FastGradient",
+    "0.2-0.2-InvariantGradient",
+    "0.9-0.9-FastGradient",
+    "None-1.0-InvariantGradient",
+)
 @pytest.mark.parametrize("numerics", [InvariantGradient, FastGradient])
 @pytest.mark.parametrize(("share", "left"), [(0.2, 0.2), (0.9, 0.9), (1.1, 1.0), (None, 1.0)])
 def test_a_clipped_gradient_keeps_its_direction_and_has_the_lower_of_its_norm_and_the_limit(

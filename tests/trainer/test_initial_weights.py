@@ -43,6 +43,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "BUFFER_BYTES", 300)  # a few rows at a time
 
 
+@pytest.mark.quick("llama", "tied fp16 to bf16", "gemma2 bf16", "gpt2")
 @pytest.mark.parametrize(
     ("shape", "dtype", "precision"),
     [

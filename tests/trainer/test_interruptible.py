@@ -220,10 +220,7 @@ def left_behind(port: int, job: TrainJob, heard: Any) -> None:
             heard.put((type(error).__name__, str(error)))
 
 
-@pytest.mark.quick(
-    "fast-replicate-one pass a step-1",
-    "fast-shard-several passes a step-2",
-)
+@pytest.mark.quick("fast-shard-several passes a step-2")
 @pytest.mark.parametrize("num_steps", [0, 1, 2])  # DDP agrees on its buckets in the second forward pass
 @pytest.mark.parametrize("micro_batch_size", [2, 6], ids=["several passes a step", "one pass a step"])
 @pytest.mark.parametrize(("numerics", "parallel"), [("fast", "replicate"), ("fast", "shard")])

@@ -448,10 +448,7 @@ def exact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launch]:
     return run
 
 
-@pytest.mark.quick(
-    "hsdp, one rank, step: summary_received, muon",
-    "replicate, all ranks, save: save_part_written, adapters",
-)
+@pytest.mark.quick("hsdp, one rank, step: summary_received, muon")
 @pytest.mark.parametrize(
     "case",
     [

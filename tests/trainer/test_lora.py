@@ -312,6 +312,7 @@ def continued(launch: Launch, attempt: int, job: TrainJob, **settings: Any) -> d
         return group.launch.errors
 
 
+@pytest.mark.quick("shard")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_points_record_the_base_and_another_one_is_refused_with_both_digests(
     parallel: str, tmp_path: Path
@@ -333,6 +334,7 @@ def test_points_record_the_base_and_another_one_is_refused_with_both_digests(
     assert all("model.pretrained" in error for error in errors.values())
 
 
+@pytest.mark.quick("replicate")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_a_base_that_is_away_is_unreachable_and_its_points_are_whole(parallel: str, tmp_path: Path) -> None:
     base, sharded = Path(base_in(tmp_path / "base")), {"sharded": parallel == "shard"}

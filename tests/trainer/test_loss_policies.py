@@ -43,6 +43,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return cause, run_to_end(tmp_path_factory.mktemp(cause), 1, **settings(cause))
 
 
+@pytest.mark.quick("nonfinite")
 def test_a_skipped_step_moves_label_place_and_schedule_and_no_weight(
     tmp_path: Path, alone: tuple[str, Launch]
 ) -> None:
@@ -61,6 +62,12 @@ def test_a_skipped_step_moves_label_place_and_schedule_and_no_weight(
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.quick(
+    "nonfinite-killed",
+    "spike-three",
+    "nonfinite-summary of the next lost",
+    "spike-summary of the step lost",
+)
 @pytest.mark.parametrize(
     ("names", "plans"),
     [
@@ -132,6 +139,7 @@ def test_shards_that_step_whole_parameters_skip_the_same_step(tmp_path: Path, op
         assert losses == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_skipped_step_of_shards_leaves_optimizer_and_averages_as_they_are(
     tmp_path: Path, optimizer: str

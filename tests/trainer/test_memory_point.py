@@ -213,6 +213,7 @@ def check_given(group: Ranks, key: StateKey, without: Sequence[int] = ()) -> Non
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), holding
 
 
+@pytest.mark.quick("2-sent", "4-lent", "3-sent")
 @pytest.mark.parametrize("nodes", [range(4), [0] * 4], ids=["sent", "lent"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_memory_point_outlives_the_loss_of_any_rank_with_every_byte(world_size, nodes):

@@ -19,6 +19,7 @@ CHANGES = {"resume__every_steps": 1, "train__max_steps": 6, "train__warmup_steps
 SHARDED = {"train__parallel": "shard", "train__numerics": "fast"}
 
 
+@pytest.mark.quick("shard")
 @pytest.mark.parametrize("changes", [{}, SHARDED], ids=["replicate", "shard"])
 def test_a_step_without_targets_has_no_loss_and_moves_no_weight(
     tmp_path: Path, changes: dict[str, Any]

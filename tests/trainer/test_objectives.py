@@ -44,6 +44,7 @@ def built_in(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("built_in"), 1)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_built_in_loss_as_a_plug_in_gives_its_bits(
     tmp_path: Path, built_in: Launch, world_size: int
@@ -89,6 +90,7 @@ def test_metrics_that_are_not_finite_are_reported_once_in_each_generation(tmp_pa
     assert len([text for text in launch.status().warnings if "inf, nan" in text and "step 3" in text]) == 1
 
 
+@pytest.mark.quick("shard")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_ddp_and_fsdp_train_a_plug_in_as_one_process_does(tmp_path: Path, parallel: str) -> None:
     """12 samples in micro-batches of 5 are three of them, so one of two members runs an empty one."""
@@ -261,6 +263,7 @@ def test_an_objective_that_raises_while_it_trains_ends_the_run_by_name_and_line(
         objective.terms(model, first_micro(job), place)
 
 
+@pytest.mark.quick("all", "evaluation", "fsdp2")
 @pytest.mark.parametrize(
     ("name", "step", "changes"),
     [
@@ -307,6 +310,7 @@ def test_an_objective_that_raises_in_the_first_step_ends_the_run_without_a_point
     assert not group.launch.points
 
 
+@pytest.mark.quick("writes_a_weight_without_a_gradient-2-replicate", "writes_a_weight_in_step_3-3-shard")
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 @pytest.mark.parametrize(
     ("name", "step"), [("writes_a_weight_in_step_3", 3), ("writes_a_weight_without_a_gradient", 2)]

@@ -172,6 +172,7 @@ def steps_in_shards(
     return found
 
 
+@pytest.mark.quick("lion-odd", "muon-llama", "sgd with momentum-odd", "adafactor-odd")
 @pytest.mark.parametrize("model", [{}, ODD], ids=["llama", "odd"])
 @pytest.mark.parametrize("name", ["sgd with momentum", "lion", "muon", "adafactor"])
 def test_shards_step_to_the_bits_of_one_process(name: str, model: dict[str, str]) -> None:
@@ -231,6 +232,7 @@ def test_owners_are_balanced_by_cost_and_own_every_parameter_once() -> None:
     assert owners_of([], 2) == [[], []]
 
 
+@pytest.mark.quick("adafactor", "muon", "adamw", "lion", "sgd with momentum")
 # ---------------------------------------------------------------------------------------------------- points
 @pytest.mark.parametrize("name", [*JOBS])
 def test_a_point_continues_the_optimizer_to_the_bit(tmp_path: Path, name: str) -> None:
@@ -494,6 +496,7 @@ def test_a_plug_in_that_raises_in_a_step_ends_the_run_by_name_and_line(tmp_path:
     assert sentences.untold(status.lost, status.reason) == []
 
 
+@pytest.mark.quick("NAdam", "Rprop", "Adagrad", "ASGD")
 @pytest.mark.parametrize(
     "name", ["RAdam", "NAdam", "Adamax", "Adagrad", "Rprop", "RMSprop", "ASGD", "Adadelta", "Adam"]
 )

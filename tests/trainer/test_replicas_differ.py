@@ -76,6 +76,7 @@ def test_a_worker_whose_memory_keeps_failing_ends_the_run_after_max_failures(tmp
     assert len(since) == 2
 
 
+@pytest.mark.chaos
 def test_rows_that_one_rank_alone_holds_are_not_compared(tmp_path: Path) -> None:
     launch = trained_to_the_end(tmp_path, "ab", Plan(flip=("applied", 5)), FSDP)
     assert not refused(launch)

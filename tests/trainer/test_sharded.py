@@ -70,6 +70,7 @@ def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts
                 assert torch.allclose(found.state[name].double(), tensor.double(), atol=1e-4), name
 
 
+@pytest.mark.quick("shard-None")
 @pytest.mark.parametrize(("parallel", "num_shards"), [("shard", None), ("replicate", 1)])
 def test_activations_that_are_computed_again_change_no_bit(parallel: str, num_shards: int | None) -> None:
     job = tiny_job(train__numerics="fast", train__parallel=parallel)
@@ -149,6 +150,7 @@ def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():
     assert torch.equal(bare.scale, torch.full((5,), 2.0))
 
 
+@pytest.mark.quick("config-in order", "pretrained-by name", "resizing factory-in order", "init_from-by name")
 # ---------------------------------------------------------------------------------------- first weights
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in order"])
 @pytest.mark.parametrize("how", ["config", "pretrained", "init_from", "resizing factory"])

@@ -348,9 +348,9 @@ def test_what_all_have_received_is_continued_though_nobody_heard_that_they_have(
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
 
 
+@pytest.mark.chaos
 # ---- while it is saved
 @pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
-@pytest.mark.quick("staged")
 def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
     tmp_path, calm, alone, place
 ):

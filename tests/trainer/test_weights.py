@@ -116,6 +116,16 @@ class Hostile:
         return (Path.touch, (self.mark,))
 
 
+@pytest.mark.quick(
+    "state/00001-of-00002-empty",
+    "state/00000-of-00002-gone",
+    "state/00001-of-00002-a bit of the header flipped",
+    "state/00001-of-00002-the last bit flipped",
+    "state/00000-of-00002-the last byte gone",
+    "state/00001-of-00002-cut in half",
+    "state/00001-of-00002-a bit in the middle flipped",
+    "state/00000-of-00002-a pickle",
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", ["state/00000-of-00002", "state/00001-of-00002"])
 def test_a_damaged_file_is_named_and_not_used(tmp_path, damage, file):

@@ -107,7 +107,7 @@ def test_a_run_starts_from_a_point_or_an_export_in_a_bucket_to_the_bit(
     assert weights_identity(exported) == weights_identity(str(tmp_path / "out")), "wherever it lies"
 
 
-@pytest.mark.quick("shards")
+@pytest.mark.chaos
 @pytest.mark.parametrize("kind", ["llama", "shards", "experts", "renamed"])
 def test_a_pretrained_model_of_a_bucket_is_that_of_the_same_folder(
     kind: str, bucket: str, tmp_path: Path

@@ -41,6 +41,14 @@ def said(folder: Path) -> tuple[str, Any]:
     return document["missing_text"], document
 
 
+@pytest.mark.quick(
+    "points/{point}/COMMIT",
+    "attempts/0006.json",
+    "tokenizer/tokenizer.json",
+    "points",
+    "manifest",
+    "journal",
+)
 @pytest.mark.parametrize(
     "gone",
     [

@@ -81,6 +81,7 @@ def walk(job: JobConfig, data: DataSpec, seed: int) -> int:
         beside.writer.stop()
 
 
+@pytest.mark.chaos
 def test_a_page_calls_no_healthy_run_damaged_whatever_happens_while_it_looks(
     job: JobConfig, data: DataSpec
 ) -> None:

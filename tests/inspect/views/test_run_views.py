@@ -122,6 +122,7 @@ def documents(views: RunViews) -> dict[str, Any]:
     return json.loads(json.dumps(shown, allow_nan=False))  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick("0", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_who_follows_a_run_shows_what_one_shows_who_reads_it_anew(
     job: JobConfig, data: DataSpec, seed: int
