@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.checkpoint_ranks import said_round, state_dict
 from orchestrator.checkpoint.points.point_files import PointFiles
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.state_tensors import load

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import view_of
+from orchestrator.checkpoint.files.part_writer import PartWriter
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import OrchestratorError
 from orchestrator.faults import no_fault
 from orchestrator.records.cursor import Cursor

@@ -18,9 +18,9 @@ import orchestrator
 from orchestrator.checkpoint.export.export_files import find_exports, read_marker, weights_sentence
 from orchestrator.checkpoint.files.manifest import read_manifest
 from orchestrator.checkpoint.node_local.node_folder import read_node
-from orchestrator.checkpoint.points.quarantine import QuarantineFiles
 from orchestrator.checkpoint.points.sealed_votes import COMPLETED, REMOVED, decides, read_votes
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import QuarantineFiles
 from orchestrator.cli.commands import main
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey

@@ -24,9 +24,9 @@ from orchestrator.checkpoint.files.manifest import PARTS, read_manifest
 from orchestrator.checkpoint.node_local.node_folder import make_node
 from orchestrator.checkpoint.points.model_folders import kept_configuration
 from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, files_digest
-from orchestrator.checkpoint.points.quarantine import QuarantineFiles
 from orchestrator.checkpoint.points.sealed_votes import COMPLETED, REMOVED, decides, keep_vote, read_votes
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import QuarantineFiles
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later

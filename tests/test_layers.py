@@ -26,7 +26,7 @@ LAYERS = [
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
-    {"checkpoint/files", "checkpoint/writer", "checkpoint/node_local"},
+    {"checkpoint/files", "checkpoint/node_local"},
     {"data", "trainer", "elastic"},
     {"checkpoint"},
     {"coordinator"},

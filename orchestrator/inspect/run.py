@@ -111,7 +111,7 @@ class Run:
         """Compares every digest of one point, or of all. Returns the document of `verify --json`.
 
         Reads several files at a time, and calls `progress` after each. Writes its findings into storage on
-        the way (see `findings`), and marks damaged points (see `checkpoint.points.quarantine`), if this
+        the way (see `findings`), and marks damaged points (see `checkpoint.points.verify`), if this
         process may write there. With `resume`, points that an interrupted verification found whole are not
         read again. Raises `RefusedError` for an unknown name, and for one that the run deletes meanwhile.
         """

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.node_local.node_folder import expanded, make_node
-from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopyTransport, PartsOnNode
+from orchestrator.checkpoint.node_local.node_folder import NoCopyTransport, PartsOnNode, expanded, make_node
 from orchestrator.checkpoint.points.run_file import folder_on_nodes
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import (
     CoordinatorSilentError,

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.checkpoint.files.part_writer import PartWriter
 from orchestrator.config.sections import BUILT_IN
 from orchestrator.errors import TrainingError, UnsavedError
 from orchestrator.faults import Hook, no_fault

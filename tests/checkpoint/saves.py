@@ -5,8 +5,7 @@ from __future__ import annotations
 from orchestrator.checkpoint.files.manifest import Name, PartDamage, damaged
 from orchestrator.checkpoint.files.part_file import write_part
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey

@@ -14,15 +14,19 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.files.part_file import write_part
-from orchestrator.checkpoint.node_local.node_folder import NODE, NodeStore, expanded, make_node, read_node
+from orchestrator.checkpoint.files.part_writer import PartCancelled, PartWriter
+from orchestrator.checkpoint.node_local.node_folder import (
+    NODE,
+    NodeStore,
+    PartsOnNode,
+    expanded,
+    make_node,
+    read_node,
+)
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage, run_storage
 from orchestrator.checkpoint.node_local.remote_nodes import NodeServer
-from orchestrator.checkpoint.points.point_status import PointStatus, remove_leftovers
 from orchestrator.checkpoint.points.points import COMMIT, Point
-from orchestrator.checkpoint.points.rank_files import PartsOnNode
-from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer.part_writer import PartWriter
-from orchestrator.checkpoint.writer.writer_process import PartCancelled
+from orchestrator.checkpoint.points.store import PointStatus, RunStore, remove_leftovers
 from orchestrator.errors import ResourceError, ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.inspect.status.integrity import Verifying
 from orchestrator.planning.state.state_layout import Layout

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.files.part_writer import PartCancelled
+from orchestrator.checkpoint.node_local.node_folder import PartsOnNode
 from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes, Servers
-from orchestrator.checkpoint.points.rank_files import PartsOnNode
-from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.errors import StorageError, UnreachableNodeError

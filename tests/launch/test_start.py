@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.checkpoint.points.point_status import Leftover, PointStatus, remove_leftovers
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import Leftover, PointStatus, RunStore, remove_leftovers
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch

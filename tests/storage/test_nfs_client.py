@@ -275,7 +275,7 @@ BYPASSES = {
     "history/journal/code_record.py": "the source files of a user's functions, found as Python finds modules",
     "history/metrics/published_folder.py": "logs in a folder of this machine, which this process writes",
     "checkpoint/export/export.py": "the folder of an export; os.rename onto one that is taken fails",
-    "checkpoint/writer/writer_process.py": "memory that processes of one machine share",
+    "checkpoint/files/part_writer.py": "memory that processes of one machine share",
     "inspect/submitted.py": "what a process of this machine wrote; whether a listed folder exists",
     "inspect/dashboard/serve.py": "whether the folder of runs exists, after it was listed",
     "inspect/dashboard/runs.py": "which run.json it is, after the storage said that there is one",

@@ -42,6 +42,6 @@ def part_writers(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             for child in (task / "children").read_text().split():
-                if b"checkpoint.writer.writer_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"checkpoint.files.part_writer" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found

@@ -21,7 +21,7 @@ import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
 from orchestrator.launch.member.remote_membership import MemberAddress, RemoteMembership

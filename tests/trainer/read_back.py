@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.state.state_layout import SUM_MODULUS, held_rows
 from orchestrator.storage.files import Storage

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from orchestrator.checkpoint.files.part_file import make_part, write_part
+from orchestrator.checkpoint.files.part_writer import PartWritten
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer.writer_process import PartWritten
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, written_rows
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.config.schema import EvalConfig
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, ResumePointError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of, weights_sum
 from orchestrator.storage.files import Storage

@@ -12,10 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from orchestrator.checkpoint.export.adapters import adapter_name
-from orchestrator.checkpoint.export.export import export_point
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.export.export import adapter_name, export_point
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.trainer.dry_run.model_dry_run import try_model

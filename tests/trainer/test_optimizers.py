@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.errors import ConfigError, ResumePointError, TrainingError
 from orchestrator.history import sentences
 from orchestrator.planning.state.state_layout import layout_of

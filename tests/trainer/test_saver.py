@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.checkpoint.writer.part_writer import PartWriter
+from orchestrator.checkpoint.files.part_writer import PartWriter
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.records.cursor import Cursor

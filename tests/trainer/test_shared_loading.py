@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
+from orchestrator.checkpoint.points.store import CommittedFiles
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.storage.files import Storage

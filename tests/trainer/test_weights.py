@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.steps import StateKey

@@ -1,10 +1,10 @@
 """Exports the weights of a resume point as a folder in a common format.
 
 It is transformers' own format for a transformers model, plain safetensors for a factory's, and peft's for
-adapters. A folder is
-whole if it has EXPORT, which is written last. Every tensor's digest is verified as it is read. One tensor is
-in memory at a time; if transformers saves an architecture in another split, the tensors that belong together
-are. An export needs no GPU and no Ray. It needs torch for a transformers model, or for a `dtype`.
+adapters: the folder that `PeftModel.from_pretrained` opens, or the whole model with the adapters merged. A
+folder is whole if it has EXPORT, which is written last. Every tensor's digest is verified as it is read. One
+tensor is in memory at a time; if transformers saves an architecture in another split, the tensors that belong
+together are. An export needs no GPU and no Ray. It needs torch for a transformers model, or for a `dtype`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ import dataclasses
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 from blake3 import blake3
 
-from orchestrator.checkpoint.export.adapters import (
-    ADAPTERS,
-    SETTINGS,
-    MergedTensors,
-    Tensors,
-    adapter_name,
-    settings_file,
-)
 from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
 from orchestrator.checkpoint.files.manifest import EMA, MODEL, PartDamage
 from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
@@ -48,9 +41,12 @@ from orchestrator.json_form import encode
 from orchestrator.records.points import Damage, FileEntry, SavedTensor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY
-from orchestrator.storage.open import above
+from orchestrator.storage.open import above, absolute
 from orchestrator.storage.sealed import seal
 from orchestrator.storage.tries import problem_code
+
+if TYPE_CHECKING:
+    from orchestrator.config.sections import LoraConfig, ModelConfig
 
 # Writes tensors into safetensors files one at a time, split into shards as transformers does.
 SHARD_BYTES = 5 * 10**9
@@ -453,3 +449,70 @@ def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | 
         if isinstance(asked, str) and asked != "auto":
             found[name] = id_of(asked, facts.model)
     return {f"{name}_token_id": number for name, number in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------- adapters
+ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+# peft names the tensors of a file like those of its model, without the name of the adapter.
+_ADAPTER = "default"  # as in `trainer.weights.lora`, without torch
+_COPY, _OF_PEFT, _LORA = f".modules_to_save.{_ADAPTER}.", "base_model.model.", ".lora_"
+
+
+class Tensors(Protocol):
+    """The model's tensors of a point, see `PointTensors`."""
+
+    name: str
+    fixed: Mapping[str, str]
+    entries: tuple[SavedTensor, ...]
+
+    def read(self, entry: SavedTensor) -> bytearray:
+        """Returns the bytes of one whole tensor, in order."""
+
+
+def adapter_name(name: str) -> str:
+    """Returns the name in peft's file of a trained tensor of a model with adapters."""
+    if _COPY in name:
+        return _OF_PEFT + name.replace(_COPY, ".")
+    path, _, leaf = name.rpartition(_LORA)
+    kind, _, rest = leaf.partition(f".{_ADAPTER}")
+    return f"{_OF_PEFT}{path}{_LORA}{kind}{rest}"
+
+
+def settings_file(config: ModelConfig, lora: LoraConfig, names: Iterable[str]) -> bytes:
+    """Returns the content of adapter_config.json, as peft writes it, for adapters of these names.
+
+    Names of modules that peft chose (`target_modules` null or `all-linear`) are written out, so that another
+    version of peft takes the same.
+    """
+    from orchestrator.trainer.weights.lora import peft_settings
+
+    settings = peft_settings(lora, absolute(str(config.base)))
+    if lora.target_modules is None or lora.target_modules == "all-linear":
+        adapted = (name.rpartition(_LORA)[0] for name in names if _COPY not in name)
+        settings.target_modules = list(dict.fromkeys(adapted))
+    settings.inference_mode = True
+    with tempfile.TemporaryDirectory() as folder:
+        settings.save_pretrained(folder)
+        return (Path(folder) / SETTINGS).read_bytes()
+
+
+class MergedTensors:
+    """The tensors of the whole model, with the adapters of a point merged into the weights by peft.
+
+    Holds the model in memory. `entries` are ordered by name.
+    """
+
+    def __init__(self, point: Tensors, config: Mapping[str, Any], model: ModelConfig) -> None:
+        """`config` is the point's, flat. Raises as `PointTensors.read` and `merged_tensors`."""
+        from orchestrator.trainer.state.frozen_weights import merged_tensors
+
+        trained = ((entry, point.read(entry)) for entry in point.entries)
+        how = config["train.precision"], config["train.seed"]
+        made = list(merged_tensors(model, *how, trained, point.name, point.fixed))
+        self.name, self.fixed = point.name, point.fixed
+        self.entries = tuple(entry for entry, _ in made)
+        self._data = {entry.name: data for entry, data in made}
+
+    def read(self, entry: SavedTensor) -> bytearray:
+        """Returns the bytes of one whole tensor, in order."""
+        return bytearray(self._data[entry.name])

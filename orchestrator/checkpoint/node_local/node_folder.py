@@ -26,7 +26,8 @@ from blake3 import blake3
 from typing_extensions import override
 
 from orchestrator.checkpoint.files.part_file import goes_on, parse_header, piece_digest, read_header
-from orchestrator.errors import OrchestratorError, ResourceError, StorageError
+from orchestrator.checkpoint.files.part_writer import PartCancelled
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError, text_of
 from orchestrator.json_form import decode, encode
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
@@ -300,3 +301,68 @@ class FolderChecks:
     def held_back(self, nodes: Collection[str]) -> frozenset[str]:
         """Returns those of these nodes that get no workers now."""
         return frozenset(nodes) - self._right
+
+
+# ---------------------------------------------------------------------------------------- the parts of a rank
+class CopyTransport(Protocol):
+    """Transports copies to another node's disk."""
+
+    def keep(
+        self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
+    ) -> NodePlace | None:
+        """Has another node copy a part of this one onto its disk; returns the copy's place.
+
+        `path` is in the run's folder. The copy is whole, durable and verified (`node_folder.copy_part`).
+        Returns None if there is no other node.
+
+        Raises `StorageError` if the copy failed, and what `check` raises, which is called regularly. Then the
+        copy is no longer written, or its node is lost.
+        """
+        ...
+
+
+class NoCopyTransport(CopyTransport):
+    """There is only one node."""
+
+    @override
+    def keep(
+        self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
+    ) -> NodePlace | None:
+        ...
+
+
+class PartsOnNode:
+    """The parts of one rank. Safe to use from threads."""
+
+    def __init__(
+        self, folder: str, run: str, address: str, copies: CopyTransport, say: Callable[[str], None]
+    ) -> None:
+        """`folder` is as configured, `run` as from `node_folder.run_folder`.
+
+        `address` of this node is for people. `say` is called about copies that fail. Raises `ResourceError`
+        if the folder's path cannot be expanded here.
+        """
+        self._folder, self._run, self._address = expanded(folder), run, address
+        self._copies, self._say = copies, say
+        self.storage = Storage(f"{self._folder}/{run}")
+
+    def placed(self, point: str, entry: FileEntry, check: Callable[[], None]) -> tuple[NodePlace, ...]:
+        """Has another node keep a copy; a `part_writer.Placed`.
+
+        The vote waits for the copy. A committed point thus survives the loss of any one node, and COMMIT
+        needs no later additions. If a copy fails, the point loses this protection, but the save continues
+        with one place.
+        """
+        own = place_in(self._folder, make_node(self._folder, self._address), self._run)
+        path = f"points/{point}/{entry.path}"
+        try:
+            kept = self._copies.keep(own, path, entry, check)
+        except PartCancelled:
+            return (own,)
+        except Exception as error:  # noqa: BLE001  after any error the save continues with one place
+            self._say(
+                f"{path} of {own} has no copy on another node: {text_of(error)}; if {own} is lost, so is "
+                "this point"
+            )
+            return (own,)
+        return (own,) if kept is None else (own, kept)

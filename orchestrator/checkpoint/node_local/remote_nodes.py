@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from orchestrator.checkpoint.files.part_writer import PartCancelled
 from orchestrator.checkpoint.node_local.node_folder import (
     Nodes,
     NodesHere,
@@ -29,7 +30,6 @@ from orchestrator.checkpoint.node_local.node_folder import (
     place_in,
     root_here,
 )
-from orchestrator.checkpoint.writer.writer_process import PartCancelled
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.planning.state.copy_placement import keeper
 from orchestrator.records.points import FileEntry, NodePlace
@@ -283,7 +283,7 @@ class ReachedNodes(Nodes):
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """Has another node copy a part, as `rank_files.CopyTransport`.
+        """Has another node copy a part, as `node_folder.CopyTransport`.
 
         The other node is the next one on which workers write (`copy_placement.keeper`).
         """

@@ -16,10 +16,9 @@ from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.points import points, verify
 from orchestrator.checkpoint.points.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Point
-from orchestrator.checkpoint.points.quarantine import QuarantineFiles
 from orchestrator.checkpoint.points.run_file import RUN_FILE, read_run
 from orchestrator.checkpoint.points.sealed_votes import REMOVED, VOTES, decides
-from orchestrator.checkpoint.points.verify import POINTS, FileRange, point_path
+from orchestrator.checkpoint.points.verify import POINTS, FileRange, QuarantineFiles, point_path
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, weights_sum

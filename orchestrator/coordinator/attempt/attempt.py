@@ -14,9 +14,8 @@ from typing import Any
 from orchestrator import __version__
 from orchestrator.checkpoint.commit.retention import BY_LOSS
 from orchestrator.checkpoint.commit.store_actions import note_committed
-from orchestrator.checkpoint.points.point_status import Leftover
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import Leftover, RunStore
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.coordinator.machine.launch_history import EarlierCoordinator
 from orchestrator.elastic.failure import until_storage_works

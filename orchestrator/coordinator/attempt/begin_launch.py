@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.point_files import Each
-from orchestrator.checkpoint.points.point_status import Leftover, remove_leftovers
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.sealed_votes import committable, complete, read_votes
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import Leftover, RunStore, remove_leftovers
 from orchestrator.checkpoint.points.verify import POINTS
 from orchestrator.coordinator.attempt.attempt import Attempt, StartFindings
 from orchestrator.coordinator.attempt.forking import point_info, take_over
@@ -264,7 +263,7 @@ def _choose(
 
 
 def mark_damaged(store: RunStore, damages: Sequence[Damage], by: str) -> None:
-    """Marks the points of these damages (`checkpoint.points.quarantine`).
+    """Marks the points of these damages (`checkpoint.points.verify`).
 
     If a mark cannot be made, the point is checked again later; the start does not fail.
     """

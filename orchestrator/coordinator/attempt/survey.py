@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.checkpoint.commit.retention import BY_LOSS
-from orchestrator.checkpoint.points.point_status import PointStatus, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, parse_point_name
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import PointStatus, RunStore, maybe_deleted, point_fates
 from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
 from orchestrator.history.claims.claim_files import (
     UNREADABLE,

@@ -23,9 +23,8 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from orchestrator.checkpoint.points.point_files import PointFiles
-from orchestrator.checkpoint.points.point_status import point_fates
 from orchestrator.checkpoint.points.points import COMMIT, newest_first, parse_point_name
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import RunStore, point_fates
 from orchestrator.checkpoint.points.verify import (
     POINTS,
     DamageError,
@@ -313,7 +312,7 @@ class Verifying:
 
     `note` receives the results meanwhile, at least every `NOTE_EVERY_S` and on an interruption, but not the
     last ones, which the caller has. `before`: points that need not be read. A damaged point is marked, a
-    whole one's mark is removed (`checkpoint.points.quarantine`), if this process may write there; `by` is the
+    whole one's mark is removed (`checkpoint.points.verify`), if this process may write there; `by` is the
     user.
     """
 

@@ -16,9 +16,8 @@ from typing import Any
 from orchestrator.checkpoint.export.export_files import export_states
 from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.points import Commit, Point, newest_first, parse_point_name
-from orchestrator.checkpoint.points.quarantine import Mark
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.points.verify import point_path
+from orchestrator.checkpoint.points.verify import Mark, point_path
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, deleted_now, moved_on, survey
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import GenerationStart

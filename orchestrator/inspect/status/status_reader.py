@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from orchestrator.checkpoint.points.point_status import point_fates
 from orchestrator.checkpoint.points.points import parse_point_name
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import RunStore, point_fates
 from orchestrator.coordinator.attempt.survey import LOOKS, require_known
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.history.claims.claim_files import RESUME, REWIND, UNREADABLE, unreadable_claim

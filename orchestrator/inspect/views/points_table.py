@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.checkpoint.points.point_status import PointStatus, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
+from orchestrator.checkpoint.points.store import PointStatus, maybe_deleted, point_fates
 from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.redaction import redacted
 from orchestrator.errors import RefusedError, ResumePointError, StorageError

@@ -38,7 +38,7 @@ from orchestrator.storage.open import PROBE, open_storage
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
-    from orchestrator.checkpoint.points.rank_files import CommittedFiles
+    from orchestrator.checkpoint.points.store import CommittedFiles
     from orchestrator.trainer.evaluation import EvalPart
     from orchestrator.trainer.interfaces.loop_interface import TrainJob
 
@@ -163,9 +163,10 @@ class RayCalls(Calls):
 
 def _files(task: WorkerTask, address: str) -> CommittedFiles:
     """Where points are read, and where this worker's parts of them are written."""
+    from orchestrator.checkpoint.node_local.node_folder import PartsOnNode
     from orchestrator.checkpoint.node_local.node_storage import run_storage
-    from orchestrator.checkpoint.points.rank_files import CommittedFiles, PartsOnNode
     from orchestrator.checkpoint.points.run_file import folder_on_nodes
+    from orchestrator.checkpoint.points.store import CommittedFiles
 
     storage, folder = run_storage(task.storage, task.nodes), task.config.resume.node_folder
     if folder is None:

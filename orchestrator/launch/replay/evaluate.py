@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.model_folders import as_read, names_weights, without_folder
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.rank_files import CommittedFiles
-from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.store import CommittedFiles, RunStore
 from orchestrator.config.between_fields import NOTHING_HELD_OUT
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config

@@ -236,7 +236,7 @@ class StepReplayer:
     """One worker that trains the steps of a history again."""
 
     def __init__(self, history: ReplayHistory, device: torch.device) -> None:
-        from orchestrator.checkpoint.points.rank_files import CommittedFiles
+        from orchestrator.checkpoint.points.store import CommittedFiles
         from orchestrator.trainer.weights.state_tensors import Continues, load
 
         self._history, self._device = history, device

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from orchestrator.checkpoint.writer.writer_process import shared_path
+from orchestrator.checkpoint.files.part_writer import shared_path
 from orchestrator.json_form import decode, encode
 from orchestrator.records.membership import HeldShard
 from orchestrator.records.steps import StateKey

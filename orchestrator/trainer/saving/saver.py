@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from orchestrator.checkpoint.writer.part_writer import PartWriter
-from orchestrator.checkpoint.writer.writer_process import JobPart, PartJob, PartWritten
+from orchestrator.checkpoint.files.part_writer import JobPart, PartJob, PartWriter, PartWritten
 from orchestrator.errors import OrchestratorError, StorageError, UnsavedError, text_of
 from orchestrator.faults import Hook
 from orchestrator.planning.state.state_layout import Layout, flat_part

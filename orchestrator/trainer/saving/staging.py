@@ -34,7 +34,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from orchestrator.checkpoint.writer.writer_process import shared_path
+from orchestrator.checkpoint.files.part_writer import shared_path
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import BufferRows, Layout
 from orchestrator.records.points import ReplicaDigests

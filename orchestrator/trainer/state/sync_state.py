@@ -17,8 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from orchestrator.checkpoint.files.manifest import PartDamage, damaged
-from orchestrator.checkpoint.files.pieces import FilePiece
-from orchestrator.checkpoint.files.reading import PointReader
+from orchestrator.checkpoint.files.reading import FilePiece, PointReader
 from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError, TrainingError
 from orchestrator.faults import Hook
 from orchestrator.planning.state.state_layout import Layout, Move, even_runs, readers_with, weights_sum

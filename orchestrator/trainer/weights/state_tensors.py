@@ -23,9 +23,8 @@ from orchestrator.checkpoint.files.manifest import (
     damaged,
 )
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
-from orchestrator.checkpoint.files.pieces import Target
-from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
-from orchestrator.checkpoint.writer.part_writer import Placed
+from orchestrator.checkpoint.files.part_writer import Placed
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Target, TensorRequest
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, weights_sum, written_rows
 from orchestrator.records.points import SavedTensor
@@ -100,7 +99,7 @@ def is_trained(tensor: Tensor) -> bool:
 
 # -------------------------------------------------------------------------------------------- a point's files
 class StateFiles(Protocol):
-    """The storage of points, for example `checkpoint.points.rank_files.CommittedFiles`."""
+    """The storage of points, for example `checkpoint.points.store.CommittedFiles`."""
 
     @property
     def storage(self) -> Storage:

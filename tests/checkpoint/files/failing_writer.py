@@ -1,4 +1,4 @@
-"""The writer of parts, as `orchestrator.checkpoint.writer.writer_process` is started, on storage that
+"""The writer of parts, as `orchestrator.checkpoint.files.part_writer` is started, on storage that
 fails at one of its calls: `FAILING_CALL` is its number, `FAILING_HOW` a name of `How`, `FAILING_MARK` a file
 that is made first. A slow call writes into the named pipe `FAILING_STANDS`, and continues when it can read
 from `FAILING_GO`.
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from orchestrator.checkpoint.writer import writer_process
+from orchestrator.checkpoint.files import part_writer
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.storage.failing import FailingAppendingStore, Failure, How
@@ -38,5 +38,5 @@ def open_failing(root: str) -> Storage:
 
 
 if __name__ == "__main__":
-    writer_process.open_storage = open_failing
-    writer_process.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    part_writer.open_storage = open_failing
+    part_writer.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

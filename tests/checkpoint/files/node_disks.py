@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.checkpoint.files.part_file import write_part
+from orchestrator.checkpoint.node_local.node_folder import PartsOnNode
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage, run_storage
 from orchestrator.checkpoint.node_local.remote_nodes import NodeServer, ReachedNodes
-from orchestrator.checkpoint.points.rank_files import PartsOnNode
 from orchestrator.checkpoint.points.run_file import folder_on_nodes
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import UnreachableNodeError

@@ -11,8 +11,8 @@ import numpy as np
 
 from orchestrator.checkpoint.files.manifest import Name, PartManifest, manifest_of, parts_document
 from orchestrator.checkpoint.files.part_file import PartFile, PartRows, make_part, write_part
+from orchestrator.checkpoint.files.part_writer import JobPart, PartJob
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
-from orchestrator.checkpoint.writer.writer_process import JobPart, PartJob
 from orchestrator.planning.state.state_layout import BufferRows, Layout, StateTensor, held_rows, written_rows
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage

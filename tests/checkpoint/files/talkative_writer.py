@@ -2,8 +2,8 @@
 
 import sys
 
-from orchestrator.checkpoint.writer import writer_process
+from orchestrator.checkpoint.files import part_writer
 
 if __name__ == "__main__":
-    writer_process._GROWS_EVERY_S = -1.0
-    writer_process.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    part_writer._GROWS_EVERY_S = -1.0
+    part_writer.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.writer import part_writer
-from orchestrator.checkpoint.writer.part_writer import PartWriter
-from orchestrator.checkpoint.writer.writer_process import (
+from orchestrator.checkpoint.files import part_writer
+from orchestrator.checkpoint.files.part_writer import (
     JobPart,
     PartCancelled,
     PartJob,
+    PartWriter,
     PartWritten,
     perform,
 )
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import Layout, flat_part, layout_of
 from orchestrator.records.points import Vote

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint.files.manifest import PartDamage, manifest_of, parts_document
+from orchestrator.checkpoint.files.part_writer import PartWriter
 from orchestrator.checkpoint.files.reading import PointReader
-from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.storage.files import Storage

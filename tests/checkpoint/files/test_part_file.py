@@ -19,7 +19,7 @@ from orchestrator.checkpoint.files.part_file import (
     read_header,
     write_part,
 )
-from orchestrator.checkpoint.writer.writer_process import PartCancelled
+from orchestrator.checkpoint.files.part_writer import PartCancelled
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import Layout, StateTensor, layout_of, weights_sum, written_rows
 from orchestrator.storage.files import Storage

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.writer import part_writer
-from orchestrator.checkpoint.writer.part_writer import PartWriter
-from orchestrator.checkpoint.writer.writer_process import (
+from orchestrator.checkpoint.files import part_writer
+from orchestrator.checkpoint.files.part_writer import (
     MappedBuffer,
     PartCancelled,
     PartJob,
+    PartWriter,
     perform,
     shared_path,
 )

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from orchestrator.checkpoint.files import pieces
+from orchestrator.checkpoint.files import reading
 from orchestrator.checkpoint.files.manifest import PartDamage
-from orchestrator.checkpoint.files.pieces import FilePiece, PieceFetcher
-from orchestrator.checkpoint.files.reading import BytesTarget
+from orchestrator.checkpoint.files.reading import BytesTarget, FilePiece, PieceFetcher
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
@@ -26,8 +25,8 @@ AT_A_TIME = 3
 
 @pytest.fixture(autouse=True)
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "REQUEST_BYTES", 400)
-    monkeypatch.setattr(pieces, "_DIRECT_BYTES", 100)
+    monkeypatch.setattr(reading, "REQUEST_BYTES", 400)
+    monkeypatch.setattr(reading, "_DIRECT_BYTES", 100)
 
 
 def pieces_of(storage: Storage, memory: bytearray) -> list[FilePiece]:
@@ -64,7 +63,7 @@ def fetch(storage: Storage, found: list[FilePiece], at_a_time: int = AT_A_TIME) 
     buffers: list[memoryview] = []
 
     def buffer(num_bytes: int) -> memoryview:
-        buffers.append(pieces.new_buffer(num_bytes))
+        buffers.append(reading.new_buffer(num_bytes))
         return buffers[-1]
 
     PieceFetcher(storage, "run", buffer, at_a_time).fetch(found)

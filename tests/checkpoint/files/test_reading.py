@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.files import part_file, pieces
+from orchestrator.checkpoint.files import part_file, reading
 from orchestrator.checkpoint.files.manifest import PartDamage, PartManifest
 from orchestrator.checkpoint.files.part_file import PartRows, part_sum
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, TensorRequest
@@ -28,8 +28,8 @@ LAYOUTS = sorted(
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors have several pieces, come to their targets in both ways, and by many reads."""
     monkeypatch.setattr(part_file, "PIECE_BYTES", 64)
-    monkeypatch.setattr(pieces, "REQUEST_BYTES", 150)
-    monkeypatch.setattr(pieces, "_DIRECT_BYTES", 40)
+    monkeypatch.setattr(reading, "REQUEST_BYTES", 150)
+    monkeypatch.setattr(reading, "_DIRECT_BYTES", 40)
 
 
 class Elsewhere(BytesTarget):
@@ -111,7 +111,7 @@ def test_the_buffer_is_all_that_is_taken_and_is_taken_once(tmp_path: Path) -> No
 
     def buffer(num_bytes: int) -> memoryview:
         asked.append(num_bytes)
-        return pieces.new_buffer(num_bytes)
+        return reading.new_buffer(num_bytes)
 
     wanted = {
         (each.group, each.name): TensorRequest(

@@ -1,1 +1,0 @@
-"""The process that writes a rank's part of a resume point."""
