@@ -18,7 +18,7 @@ import yaml
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.cluster.private_ray import TESTED
 from orchestrator.history.metrics.declared import METRICS
-from orchestrator.launch.jobs.submit import RUN_KEY
+from orchestrator.launch.submit import RUN_KEY
 from tests.small_configs import CONFIGS, DEPLOYMENTS
 
 DASHBOARD = json.loads((CONFIGS / "grafana-dashboard.json").read_text())

@@ -52,7 +52,6 @@ WITHOUT_RAY_AND_TORCH = (
     "data/sources/",
     "data/packing/",
     "elastic/next_formation.py",
-    "elastic/state_selection.py",
     "elastic/drain.py",
     "elastic/supervision/policy.py",
     "elastic/rendezvous.py",
@@ -78,7 +77,6 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/process/progress.py",
     "launch/capacity/resource_estimate.py",
     "torchrun/coordinator_process.py",
-    "torchrun/transport.py",
     "inspect/",
 )
 WITHOUT_RAY = ("trainer/", "torchrun/")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from orchestrator.cluster.job_server import JobServer
     from orchestrator.launch.doctor.storage_check import Check
-    from orchestrator.launch.jobs.submit import Submitted
+    from orchestrator.launch.submit import Submitted
 
 
 @app.command()
@@ -131,7 +131,7 @@ def submit(
     import secrets
 
     from orchestrator.cluster.job_server import JobServer
-    from orchestrator.launch.jobs import submit as submitting
+    from orchestrator.launch import submit as submitting
 
     made = submitting.submission(
         config,

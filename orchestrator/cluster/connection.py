@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from orchestrator.cluster import ray_inventory
-from orchestrator.cluster.machine import shared_memory_bytes
+from orchestrator.cluster.machine import gpu_memory_here, shared_memory_bytes
 from orchestrator.cluster.private_ray import replace
 from orchestrator.cluster.shield import killing, shielded
 from orchestrator.errors import ElasticError, ResourceError
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 
 AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # noqa: S105
+_log = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 SLOW_START_S = 10.0  # a local Ray that takes longer to start is reported
+_GPUS_S = 20.0  # how long the nodes may take to report their GPUs
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
 _SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # the rest of that time, once its processes are killed
@@ -325,6 +327,28 @@ def nodes() -> tuple[ClusterNode, ...]:
         for row in rows
     ]
     return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
+
+
+def gpu_memories(node_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Asks these nodes for the memory of their GPUs in bytes. Leaves out nodes that do not answer in time."""
+    if not node_ids:
+        return {}
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(gpu_memory_here)
+    there = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids}
+    calls = {look.options(scheduling_strategy=there[node_id]).remote(): node_id for node_id in node_ids}
+    done, late = ray.wait([*calls], num_returns=len(calls), timeout=_GPUS_S)
+    found = {}
+    for call in done:
+        try:
+            found[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            _log.warning("the GPUs of node %s could not be queried: %s", calls[call], error)
+    for call in late:
+        ray.cancel(call, force=True)
+    return found
 
 
 def _draining() -> dict[str, float]:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from orchestrator.elastic.formation import Generation
 from orchestrator.elastic.membership_state import MembershipState
-from orchestrator.elastic.state_selection import ParentStateSelection, held_by, holds_any
+from orchestrator.elastic.next_formation import ParentStateSelection, held_by, holds_any
 from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.steps import StateKey

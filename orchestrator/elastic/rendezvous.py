@@ -30,8 +30,11 @@ from orchestrator.elastic.formation import (
 from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
 from orchestrator.elastic.next_formation import (
     Continuation,
+    ParentStateSelection,
     choose,
     continued,
+    held_by_all,
+    holds_any,
     newest_left,
     next_formation,
     refusal,
@@ -40,7 +43,6 @@ from orchestrator.elastic.next_formation import (
     view_of_first,
     worth_interrupting,
 )
-from orchestrator.elastic.state_selection import ParentStateSelection, held_by_all, holds_any
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source

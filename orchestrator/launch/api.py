@@ -29,6 +29,7 @@ from orchestrator.errors import (
 from orchestrator.history.journal.code_record import functions_of
 from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.history.metrics.loggers import require_loggers
+from orchestrator.launch.branch.rewind import is_rewind, rewound
 from orchestrator.launch.capacity import placement_check
 from orchestrator.launch.capacity.placement_check import with_known_shape
 from orchestrator.launch.process.launch_report import say_done_before
@@ -37,7 +38,6 @@ from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.attempt_claim import LaunchContext
-from orchestrator.launch.start.rewind_and_skip import is_rewind, rewound
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
@@ -187,7 +187,7 @@ def _claimed(at: LaunchContext, newest: int, limits: LaunchLimits, disks: NodeDi
     """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
     from orchestrator.launch.on_ray.exports import exporting
     from orchestrator.launch.on_ray.on_cluster import supervise
-    from orchestrator.launch.process.dashboard_beside import dashboard_beside
+    from orchestrator.launch.process.progress import dashboard_beside
 
     with at.claimed(newest) as (attempt, plan):
         spec = starting.freeze(at.job, at.storage, at.spec, attempt)

@@ -42,7 +42,7 @@ from orchestrator.planning.resume.source_lists import SourceReading
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.transport import SocketCalls
+from orchestrator.torchrun.coordinator_process import SocketCalls
 from orchestrator.trainer.interfaces.loop_interface import LEFT, Outcome, TrainJob
 
 if TYPE_CHECKING:
@@ -256,8 +256,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
         choose_parallel,
         without_memory_points,
     )
-    from orchestrator.launch.capacity.cluster_inventory import machines_here
-    from orchestrator.launch.capacity.placement_check import measured, with_known_shape
+    from orchestrator.launch.capacity.placement_check import machines_here, measured, with_known_shape
 
     # one rank of a machine measures for all of it
     judges = os.environ.get("LOCAL_RANK", "0") == "0"

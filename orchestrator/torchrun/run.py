@@ -25,8 +25,7 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.on_ray.exports import exporting
 from orchestrator.launch.process import launch_report, stop_signals
-from orchestrator.launch.process.dashboard_beside import dashboard_beside
-from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.progress import Progress, dashboard_beside
 from orchestrator.launch.process.safe_output import Screen, let_go, output_never_waits, show_faults_as_data
 from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.launch.start import attempt_claim, preview

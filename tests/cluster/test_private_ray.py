@@ -15,15 +15,7 @@ import pytest
 import ray
 from ray._private.node import Node
 
-from orchestrator.cluster import (
-    connection,
-    data_share,
-    job_server,
-    node_groups,
-    private_ray,
-    ray_inventory,
-    train_run,
-)
+from orchestrator.cluster import connection, data_share, job_server, node_groups, private_ray, ray_inventory
 from orchestrator.cluster.connection import _HELPERS, ClusterConnection, _RayHeard, _without_helpers
 from orchestrator.cluster.node_groups import remove_orphaned_placement_groups
 from orchestrator.cluster.private_ray import PrivatePart
@@ -177,7 +169,7 @@ def test_a_ray_that_no_run_can_use_is_refused_with_the_one_to_install(
         ClusterConnection(load_config(ROOT / "configs/quickstart.yaml"), 1, 0)
     assert not ray.is_initialized()
     with raises(ResourceError, "cluster.ray_version", *values):
-        train_run.run_group("name", 1, {}, "node", "storage", lambda _: None, {})
+        node_groups.run_group("name", 1, {}, "node", "storage", lambda _: None, {})
 
 
 # ------------------------------------------------------------ the plain way
@@ -276,7 +268,7 @@ REPLACED = {
 def rename(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """As if Ray had another name for it: Ray Train itself needs what it is made of."""
     names = {f"{name}_renamed": user for name, user in getattr(ray_inventory, part).names.items()}
-    monkeypatch.setattr(train_run, part, dataclasses.replace(getattr(ray_inventory, part), names=names))
+    monkeypatch.setattr(node_groups, part, dataclasses.replace(getattr(ray_inventory, part), names=names))
 
 
 @pytest.mark.parametrize("missing", ["", *METHODS, *REPLACED])
@@ -290,7 +282,7 @@ def test_what_ray_train_does_not_let_replace_goes_its_own_way(
     methods = {name: getattr(DataParallelTrainer, method) for name, method in METHODS.items()}
     if missing:
         rename(monkeypatch, missing)
-    lean = train_run.lean_trainer()
+    lean = node_groups.lean_trainer()
     for name, method in METHODS.items():
         assert (getattr(lean, method) is methods[name]) == (name == missing), name
     for name, path in REPLACED.items():
@@ -310,7 +302,7 @@ def test_without_rays_trainer_for_any_framework_its_trainer_for_torch_takes_our_
 
     monkeypatch.setattr(TorchTrainer, "fit", fit)  # Ray's, which would start it
     rename(monkeypatch, "TRAINER")
-    train_run.run_group("name", 2, {"CPU": 1.0}, "a-node", "/storage", lambda _: None, {"key": "value"})
+    node_groups.run_group("name", 2, {"CPU": 1.0}, "a-node", "/storage", lambda _: None, {"key": "value"})
     (trainer,) = begun
     assert isinstance(trainer, TorchTrainer)
     assert trainer.backend_config.backend_cls.has_replica_groups

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.state_selection import ShardHolding, memory_point_to_keep, newest_complete
+from orchestrator.elastic.next_formation import ShardHolding, memory_point_to_keep, newest_complete
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey

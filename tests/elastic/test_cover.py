@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.elastic.next_formation import ShardHolding, held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.state_selection import ShardHolding, held_by_all, newest_complete
 from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.elastic.formation import NewestPoint
-from orchestrator.elastic.state_selection import (
+from orchestrator.elastic.next_formation import (
     CompleteState,
     ParentStateSelection,
     ShardHolding,

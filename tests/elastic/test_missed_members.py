@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from orchestrator.cluster.machine import ProcessLook, Thread
-from orchestrator.elastic.supervision.missed_members import AGENT_LIMIT_S, LOOK_EVERY_S, MissedMembers
+from orchestrator.elastic.supervision.supervisor import AGENT_LIMIT_S, LOOK_EVERY_S, MissedMembers
 from orchestrator.records.run_status import MemberInfo
 
 SLOW = MemberInfo(member="slow", actor_id="", node_id="n", pid=7, host="h")

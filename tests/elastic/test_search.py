@@ -15,9 +15,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.elastic.formation import Action, Form, JoinAnswer, RendezvousSettings
-from orchestrator.elastic.next_formation import Continuation
+from orchestrator.elastic.next_formation import Continuation, held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.state_selection import held_by_all, newest_complete
 from orchestrator.records.membership import ControlRequests, JoinRequest, Source
 from tests.elastic.group_model import Rules, search
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.elastic.supervision.stall_detector import StallWatch
+from orchestrator.elastic.supervision.policy import StallWatch
 from orchestrator.records.run_status import RunStatus
 from tests.elastic.builders import status
 

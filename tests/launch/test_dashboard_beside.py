@@ -14,8 +14,7 @@ import pytest
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.launch.process.dashboard_beside import dashboard_beside
-from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.progress import Progress, dashboard_beside
 
 
 @pytest.fixture

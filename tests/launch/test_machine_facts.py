@@ -13,7 +13,7 @@ import orchestrator
 from orchestrator.cluster.machine import gpu_memory_here, memory_bytes
 from orchestrator.coordinator.attempt.attempt import note_beginning
 from orchestrator.history.journal.journal_reader import newest_choice
-from orchestrator.launch.capacity.cluster_inventory import known_machines, machines_here, noted_machines
+from orchestrator.launch.capacity.placement_check import known_machines, machines_here, noted_machines
 from orchestrator.launch.process import launch_report
 from orchestrator.planning.state.memory import Machine, ParallelChoice
 from tests.launch.runner import Runner

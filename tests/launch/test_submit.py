@@ -12,7 +12,7 @@ import yaml
 
 from orchestrator.cluster.job_server import JobServer, JobStatus
 from orchestrator.errors import ConfigError, ResourceError
-from orchestrator.launch.jobs.submit import EXCLUDES, RUN_KEY, running_job, submission
+from orchestrator.launch.submit import EXCLUDES, RUN_KEY, running_job, submission
 from tests.ports import free_ports
 from tests.raising import raises
 

@@ -10,7 +10,7 @@ import pytest
 import orchestrator
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.errors import ConfigError
-from orchestrator.launch.jobs.submit import submission
+from orchestrator.launch.submit import submission
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage, require_plain
 from orchestrator.storage.local_store import LocalStore

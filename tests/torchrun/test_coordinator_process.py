@@ -24,8 +24,7 @@ from orchestrator.launch.member.coordinator_calls import UnansweredError
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.records.membership import GenerationView, RunOver, StillWaiting
 from orchestrator.records.run_status import RunStatus
-from orchestrator.torchrun.coordinator_process import HostedCoordinator
-from orchestrator.torchrun.transport import SocketCalls
+from orchestrator.torchrun.coordinator_process import HostedCoordinator, SocketCalls
 from tests.checkpoint.samples import key, record, write_vote
 from tests.coordinator.builders import JOIN
 from tests.forked import FORKED

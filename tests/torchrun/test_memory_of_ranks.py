@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ResourceError
-from orchestrator.launch.capacity.cluster_inventory import machines_here
+from orchestrator.launch.capacity.placement_check import machines_here
 from orchestrator.launch.capacity.resource_estimate import needs_of
 from orchestrator.torchrun.member import require_memory
 from tests.planning.jobs import job

@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.errors import ElasticError, FencedError
 from orchestrator.launch.member.coordinator_calls import UnansweredError
-from orchestrator.torchrun import transport
-from orchestrator.torchrun.transport import CallServer, SocketCalls, new_key, open_listener
+from orchestrator.torchrun import coordinator_process
+from orchestrator.torchrun.coordinator_process import CallServer, SocketCalls, new_key, open_listener
 from tests.raising import raises
 
 LIMIT_S = 60.0
@@ -169,9 +169,9 @@ def test_a_member_that_takes_no_answers_keeps_nobody_else_waiting(served: Served
     large = bytes(1 << 26)  # more than the buffers of a connection hold
     with socket.create_connection(("localhost", served.port), LIMIT_S) as stopped, connected(served) as other:
         theirs, own = stopped.recv(32, socket.MSG_WAITALL), bytes(32)
-        stopped.sendall(own + transport._proof(KEY, b"rank", theirs + own))
+        stopped.sendall(own + coordinator_process._proof(KEY, b"rank", theirs + own))
         for message in ("stopped", (0, "echo", (large,))):
-            stopped.sendall(transport._frame(message))  # type: ignore[arg-type]
+            stopped.sendall(coordinator_process._frame(message))  # type: ignore[arg-type]
         assert other.call("echo", (large,), LIMIT_S) == large
         assert served.server.members == {"a", "stopped"}
 

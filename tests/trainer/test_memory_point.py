@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from xxhash import xxh3_128
 
-from orchestrator.elastic.state_selection import ShardHolding, newest_complete
+from orchestrator.elastic.next_formation import ShardHolding, newest_complete
 from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
 from orchestrator.records.cursor import Cursor

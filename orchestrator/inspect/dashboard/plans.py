@@ -38,8 +38,7 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.dashboard.runs import OpenRun
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import encode
-from orchestrator.launch.capacity.cluster_inventory import noted_machines
-from orchestrator.launch.capacity.placement_check import with_known_shape
+from orchestrator.launch.capacity.placement_check import noted_machines, with_known_shape
 from orchestrator.launch.start.preview import feed_memory, said_of_files, with_memory
 from orchestrator.launch.start.run_preparation import read_frozen_data
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run

@@ -4,6 +4,8 @@ This is the driver's side, which queries a connected cluster. `elastic.supervisi
 define what is enough. The memory is estimated from the model's configuration: the job's own, or that of the
 folder whose weights it continues, or instead of both the measured size of its model. Importing this module
 loads neither Ray nor torch.
+
+The machines are this machine, the nodes of a cluster, or those that an earlier attempt recorded.
 """
 
 from __future__ import annotations
@@ -15,22 +17,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.cluster.connection import address_of, gpu_memories, nodes, starts_local_ray
+from orchestrator.cluster.machine import gpu_memory_here, memory_here
 from orchestrator.config.schema import JobConfig
+from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import ConfigError, ResourceError
+from orchestrator.history.journal.journal_reader import newest_choice
+from orchestrator.launch.capacity.capacity import KnownMachines
 from orchestrator.launch.capacity.resource_estimate import (
     ResourceEstimate,
     count_parameters,
     needs_of,
     of_measured,
 )
+from orchestrator.planning.state.memory import Machine
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.dry_run.model_dry_run import ModelFacts, is_to_try, try_model
 
 if TYPE_CHECKING:
-    from orchestrator.elastic.supervision.policy import LaunchLimits, NodeFacts
+    from orchestrator.elastic.supervision.policy import LaunchLimits
     from orchestrator.launch.on_ray.node_disks import NodeDisks
     from orchestrator.planning.resume.resume_plan import ResumePlan
-    from orchestrator.planning.state.memory import Machine, ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
 
 
 def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None = None) -> JobConfig:
@@ -122,7 +131,6 @@ def divided_here(job: JobConfig, limits: LaunchLimits) -> ParallelChoice | None:
     Raises `ResourceError` if it does not fit.
     """
     from orchestrator.cluster.connection import starts_local_ray
-    from orchestrator.launch.capacity.cluster_inventory import machines_here
 
     if not starts_local_ray(job):
         return None
@@ -140,7 +148,6 @@ def fitting(
     Raises `ResourceError`.
     """
     from orchestrator.cluster.connection import address_of
-    from orchestrator.launch.capacity.cluster_inventory import machines_of_cluster
 
     problems: list[str] = []
     if here is None:
@@ -187,7 +194,6 @@ def _preflight(
     Raises `ResourceError` with everything that is missing. `memory` are problems found before.
     """
     from orchestrator.elastic.supervision.policy import preflight, without_tokenizer_cpus
-    from orchestrator.launch.capacity.cluster_inventory import node_facts
 
     def look(nodes: tuple[NodeFacts, ...], limits: LaunchLimits) -> list[str]:
         free, needed = _disk_bytes(job, needs, storage)
@@ -229,3 +235,72 @@ def _disk_bytes(job: JobConfig, needs: ResourceEstimate, storage: Storage) -> tu
 
 def _kept_points(job: JobConfig) -> int:
     return job.resume.keep_latest + job.resume.keep_best + 1
+
+
+# --------------------------------------------------------------------------------------------------- machines
+def machines_here(use_gpu: bool) -> tuple[Machine, ...]:
+    """This machine."""
+    ((host, num_bytes),) = memory_here()
+    return (Machine(host=host, memory_bytes=num_bytes, gpu_bytes=gpu_memory_here() if use_gpu else ()),)
+
+
+def machines_of_cluster(use_gpu: bool) -> tuple[Machine, ...]:
+    """The nodes of the Ray that this process is connected to.
+
+    Ray knows their memory. With `use_gpu`, a task on each node reports its GPUs; for a node that does not
+    answer in time they are not known.
+    """
+    found = nodes()
+    asked = [node.node_id for node in found if node.gpus] if use_gpu else []
+    gpus = gpu_memories(asked)
+    return tuple(
+        Machine(
+            host=node.host,
+            # Ray divides the available memory between these two; tokens in the object store need memory, too
+            memory_bytes=node.memory_bytes and node.memory_bytes + node.object_store_bytes,
+            gpu_bytes=gpus.get(node.node_id) or (0,) * (int(node.gpus) if use_gpu else 0),
+        )
+        for node in found
+    )
+
+
+def known_machines(job: JobConfig, store: RunStore) -> KnownMachines:
+    """The machines known without a cluster. Raises `StorageError`.
+
+    They are this machine, if a start would start a Ray on it; else those that the newest attempt on the same
+    cluster recorded.
+    """
+    before = newest_choice(store.storage, store.claim_numbers())
+    if starts_local_ray(job):
+        source = "this machine, on which a start would start Ray"
+        return KnownMachines(machines=machines_here(job.cluster.use_gpu), source=source, before=before)
+    known = noted_machines(store)
+    same = known.before is not None and known.before[1].cluster == address_of(job)
+    return known if same else KnownMachines(before=before)
+
+
+def noted_machines(store: RunStore) -> KnownMachines:
+    """The machines that the run's newest attempt recorded, on any cluster. Raises `StorageError`."""
+    before = newest_choice(store.storage, store.claim_numbers())
+    if before is None or not before[1].machines:
+        return KnownMachines(before=before)
+    source = f"the machines that attempt {before[0]} found; a start looks anew"
+    return KnownMachines(machines=before[1].machines, source=source, before=before)
+
+
+def node_facts() -> tuple[NodeFacts, ...]:
+    """The cluster's nodes in the form for the policy: for placing and preflight."""
+    return tuple(
+        NodeFacts(
+            node_id=node.node_id,
+            host=node.host,
+            is_head=node.is_head,
+            cpus=node.cpus,
+            gpus=node.gpus,
+            free_cpus=node.free_cpus,
+            free_gpus=node.free_gpus,
+            object_store_bytes=node.object_store_bytes,
+            grace_s=node.grace_s,
+        )
+        for node in nodes()
+    )

@@ -38,7 +38,8 @@ from orchestrator.errors import code_of, text_of
 from orchestrator.history import sentences
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import asker
-from orchestrator.launch.capacity.cluster_inventory import node_facts
+from orchestrator.launch.branch.rewind import is_rewind
+from orchestrator.launch.capacity.placement_check import node_facts
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from orchestrator.launch.on_ray.worker import WorkerTask, packages_here, train_function
 from orchestrator.launch.process.launch_report import say_end, wait_for_points, why_done
@@ -47,7 +48,6 @@ from orchestrator.launch.process.stop_signals import SignalledError, stop_on_sig
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.attempt_claim import LaunchContext
 from orchestrator.launch.start.preview import is_damaged_load
-from orchestrator.launch.start.rewind_and_skip import is_rewind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.storage.open import absolute

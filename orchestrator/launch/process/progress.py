@@ -2,6 +2,9 @@
 
 A capable terminal shows one line that is updated. Other outputs get a plain line with a time stamp every few
 seconds.
+
+`dashboard_beside` serves the run's dashboard (`monitor.dashboard`) in a child process, which runs the command
+`dashboard`. It reads a pipe of which the driver holds the other end, so it ends with the driver in any case.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import queue
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from orchestrator.checkpoint.points.verify import read_of
 from orchestrator.errors import text_of
@@ -29,6 +33,9 @@ from orchestrator.launch.process.safe_output import Screen
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
 from orchestrator.text import visible
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
 
 # The log file of a launch: all messages, with time stamps, and details that are not on the screen.
 #
@@ -289,3 +296,68 @@ class Progress:
 def _workers_left(status: RunStatus) -> int:
     """How many of the newest group are not known to be lost."""
     return max(0, status.world_size - sum(loss.worker.rank is not None for loss in status.lost))
+
+
+# ---------------------------------------------------------------------------------------------- the dashboard
+END_S = 5.0  # how long to wait for its end
+
+
+@contextmanager
+def dashboard_beside(job: JobConfig, run: str, progress: Progress) -> Iterator[None]:
+    """Serves the run (its folder, or its URI) inside, if the job asks for it.
+
+    The link is shown only on the screen. If it cannot be served, a line reports that and the run continues.
+    """
+    process = _start(run, progress) if job.monitor.dashboard else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            _end(process)
+
+
+def _start(run: str, progress: Progress) -> subprocess.Popen[str] | None:
+    program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", run, "--until-eof"]
+    try:
+        process = subprocess.Popen(  # noqa: S603  our own program
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C belongs to the driver, which saves first
+        )
+    except OSError as error:
+        progress.say(f"warning: {_why(str(error))}")
+        return None
+    threading.Thread(target=_announce, args=(process, progress), name="dashboard", daemon=True).start()
+    return process
+
+
+def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
+    assert process.stdout is not None, "it is a pipe"
+    assert process.stderr is not None, "it is a pipe"
+    link = process.stdout.readline().strip()
+    if link:
+        progress.show_secret(f"dashboard: {link}")
+    said = process.stderr.read()  # until it ends
+    if not link and process.stdin is not None and not process.stdin.closed:
+        progress.say(f"warning: {_why(said)}")
+
+
+def _why(said: str) -> str:
+    last = (said.strip().splitlines() or ["it ended without a word"])[-1]
+    return (
+        f"the dashboard was not started: {last}; the run continues without it. `orchestrator dashboard` "
+        "serves it from any machine that sees the storage"
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

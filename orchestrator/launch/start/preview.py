@@ -341,7 +341,7 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
     hold the job.
     """
     from orchestrator.cluster.connection import starts_local_ray
-    from orchestrator.launch.capacity.cluster_inventory import known_machines
+    from orchestrator.launch.capacity.placement_check import known_machines
 
     known = known_machines(job, store)
     where = _where(job, known.machines) if job.cluster.use_gpu and starts_local_ray(job) else ""

@@ -1,1 +1,0 @@
-"""Submits a launch as a Ray job."""
