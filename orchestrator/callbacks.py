@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.records.evals import EvalRecord
-    from orchestrator.records.steps import StepRecord
+    from orchestrator.records.steps import EvalRecord, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,7 @@ class Callback:
         """A step is durable in the journal, with this record (`orchestrator.records.steps`)."""
 
     def on_eval(self, record: EvalRecord) -> None:
-        """A part of the data was evaluated; its record (`orchestrator.records.evals`) is durable in the
+        """A part of the data was evaluated; its record (`orchestrator.records.steps`) is durable in the
         journal, as those of the other parts of this evaluation.
         """
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from orchestrator.records.arrays import Int32Array, Int64Array
+    from orchestrator.records.tokens import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.problems import show
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 _CONFLICT = "config.conflict"
 _Wrong = tuple[str, str]

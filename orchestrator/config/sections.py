@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from orchestrator.records.samples import rows_per_sample
+from orchestrator.records.steps import rows_per_sample
 
 Rule = Literal["same", "may_change", "free"]
 # A function of a module.

@@ -35,7 +35,6 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import STOP
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -48,7 +47,7 @@ from orchestrator.records.membership import (
 )
 from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import PEERS, Doing, MemberInfo, RunStatus
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import EvalRecord, StateKey, StepRecord
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes

@@ -54,10 +54,9 @@ from orchestrator.history.metrics.metric_log import MetricLogs
 from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import GenerationView, RunOver
 from orchestrator.records.run_status import MemberInfo
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import EvalRecord, StateKey, StepRecord
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes

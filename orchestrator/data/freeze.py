@@ -46,7 +46,7 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.resume.source_lists import FIRST, first_sources, restart_text
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 from orchestrator.storage.home import remembered
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.source_refresh import Refreshing
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import Encoders, tokenize_block
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
 from orchestrator.planning.resume.identity import OF_A_SOURCE, RunIdentity, content_settings
 from orchestrator.planning.resume.source_lists import FIRST, SourceLists, order_of
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import TokenChunk, WindowTask
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -15,9 +15,9 @@ from enum import StrEnum
 from orchestrator.elastic.formation import Generation
 from orchestrator.elastic.membership_state import MembershipState
 from orchestrator.elastic.next_formation import ParentStateSelection, held_by, holds_any
-from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.steps import StateKey
+from orchestrator.storage.tries import Backoff
 
 MARGIN_S = 2.0  # for what was not measured: forming, the notification of a commit
 HOLD_LIMIT_S = 120.0  # how long training waits at most for the point that is saved before a node is left

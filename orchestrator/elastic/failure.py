@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from orchestrator.elastic.formation import RendezvousSettings, StopRun
 from orchestrator.errors import StorageError
-from orchestrator.records.backoff import Backoff
+from orchestrator.storage.tries import Backoff
 
 
 class FailureBackoff:

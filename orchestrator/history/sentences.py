@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from orchestrator import errors
 from orchestrator.history.numbered_files import SAVE, STOP, STOP_NOW
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.run_status import CODE, EVALUATES, PEERS, GroupChange, GroupMember, Loss, Stall
-from orchestrator.records.steps import NONFINITE, StepRecord
+from orchestrator.records.steps import NONFINITE, EvalRecord, StepRecord
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"

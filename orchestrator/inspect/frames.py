@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.inspect.views.cards import Column
     from orchestrator.inspect.views.facts.columns import Columns
     from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
-    from orchestrator.records.evals import EvalRecord
-    from orchestrator.records.steps import StateKey
+    from orchestrator.records.steps import EvalRecord, StateKey
 
 Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
 

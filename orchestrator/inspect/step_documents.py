@@ -20,16 +20,15 @@ from orchestrator.data.sources.access.compressed import COMPRESSED
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.records.line_records import line_numbers
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import RefusedError
 from orchestrator.history.step_names import find_steps, names_steps, no_step, numbering_note, step_name
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
 from orchestrator.inspect.audit.reference.reference_windows import SamplePart as Content
 from orchestrator.inspect.audit.trained_data import Walk
-from orchestrator.records.arrays import Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
 from orchestrator.records.steps import DocumentLoss
+from orchestrator.records.tokens import PIECE, Int32Array, Int64Array, TokenChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

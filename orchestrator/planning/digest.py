@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from orchestrator.records.arrays import Int32Array
+from orchestrator.records.tokens import Int32Array
 
 MODULUS = 1 << 64
 # Samples are hashed in groups of about this many bytes, which stay in a processor's cache.

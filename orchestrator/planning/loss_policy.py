@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import NONFINITE, SPIKE
+from orchestrator.records.steps import NONFINITE, SPIKE, LossHistory
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import NonfinitePolicy, SpikePolicy

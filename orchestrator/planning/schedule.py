@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.errors import ConfigError
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.samples import sample_len_of
+from orchestrator.records.steps import sample_len_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

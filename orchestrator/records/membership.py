@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import LossHistory, StateKey, StepRecord
 
 
 class Source(IntEnum):

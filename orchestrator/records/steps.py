@@ -1,15 +1,34 @@
-"""One optimizer step: the samples that it trains, the resulting state, and its journal record."""
+"""The records of training: one optimizer step, one evaluation, and the losses before a state.
+
+Also how many rows a sample has. The records are exchanged between processes, and most are written to the
+journal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
-    from orchestrator.records.arrays import Int32Array
+    from orchestrator.records.tokens import Int32Array
+
+PREFERENCE = "preference"  # the content of samples with two rows: a chosen and a rejected answer
+
+
+def rows_per_sample(contents: Iterable[str]) -> int:
+    """Returns the rows of each sample, for the contents of a job's sources."""
+    return 2 if PREFERENCE in contents else 1
+
+
+def sample_len_of(flat: Mapping[str, Any]) -> int:
+    """Returns `JobConfig.sample_len` of a stored flat configuration, also of an earlier version."""
+    contents = (source.get("content", "text") for source in flat["data.sources"])
+    length: int = flat["pack.seq_len"]
+    return rows_per_sample(contents) * length
 
 
 # Why a step was skipped (`StepRecord.skipped`).
@@ -146,3 +165,65 @@ class BatchSlice:
     def first_index(self) -> int:
         """The index of its first sample: `start` counts only the trained ones."""
         return self.start + self.cursor.skipped_samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRecord:
+    """The result of evaluating one part after a step.
+
+    `loss` is the objective's loss divided by its units, as in training; None if the part has no units or a
+    value was not finite. `perplexity` is e to the mean cross-entropy of the targets; None for plug-ins.
+    `per_source` is the mean loss of each source's targets by name; empty if the objective returns no loss per
+    token. `metrics` are those of the objective. `seconds` is how long it took. `not_finite` are the values
+    that are None because something was not finite: `loss`, `perplexity`, `loss/<source>`, or a metric.
+    """
+
+    part: str
+    attempt: int
+    generation: int
+    step: int
+    loss: float | None
+    perplexity: float | None
+    targets: int
+    samples: int
+    per_source: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    seconds: float = 0.0
+    not_finite: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> StateKey:
+        """The key of the state that was evaluated."""
+        return StateKey(attempt=self.attempt, generation=self.generation, step=self.step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossHistory:
+    """A summary of the run's history up to a state. It follows from the records of its steps alone.
+
+    `recent`: (loss, norm of the gradient) of the newest steps that moved the weights and have a loss, oldest
+    first. `num_nonfinite`, `num_spikes`: the steps that were skipped for these causes. `is_skipped`: the
+    step that led to the state was skipped.
+    """
+
+    recent: tuple[tuple[float, float], ...] = ()
+    num_nonfinite: int = 0
+    num_spikes: int = 0
+    is_skipped: bool = False
+
+    def after(self, record: StepRecord, most: int) -> LossHistory:
+        """Returns the history after the next step. `most`: how many values `recent` keeps."""
+        return self.after_step(record.loss, record.grad_norm, record.skipped, most)
+
+    def after_step(self, loss: float | None, grad_norm: float, skipped: str | None, most: int) -> LossHistory:
+        """`after`, for the fields of the record that matter."""
+        if skipped is not None:
+            return replace(
+                self,
+                num_nonfinite=self.num_nonfinite + (skipped == NONFINITE),
+                num_spikes=self.num_spikes + (skipped == SPIKE),
+                is_skipped=True,
+            )
+        has_value = most > 0 and loss is not None and math.isfinite(loss) and math.isfinite(grad_norm)
+        recent = (*self.recent, (loss, grad_norm))[-most:] if has_value and loss is not None else self.recent
+        return replace(self, recent=recent, is_skipped=False)

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from orchestrator.errors import ConfigError, NoConditionalCreateError, StorageError
-from orchestrator.storage.bucket_requests import AT_A_TIME, BucketRequests, facts_in
 from orchestrator.storage.buckets import (
+    AT_A_TIME,
     CONTENT,
     DOCUMENT,
+    BucketRequests,
     Limits,
     NoBucketError,
+    facts_in,
     may_create_twice,
     no_bucket,
     no_conditional_create,

@@ -25,9 +25,8 @@ from typing import Any
 from orchestrator.callbacks import HOOKS, GroupChanged, PointCommitted, Started
 from orchestrator.errors import ConfigError, OrchestratorError, text_of
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import GenerationView
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import EvalRecord, StateKey, StepRecord
 from orchestrator.user_function import described, find_function
 
 FIELD = "train.callbacks"

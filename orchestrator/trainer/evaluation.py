@@ -21,8 +21,7 @@ from orchestrator.objectives import Mean, Terms
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
-from orchestrator.records.steps import BatchSlice, StateKey, StepRange
+from orchestrator.records.steps import BatchSlice, EvalRecord, StateKey, StepRange
 from orchestrator.trainer.gradient.invariant import Gradient
 from orchestrator.trainer.interfaces.loop_interface import Feed
 from orchestrator.trainer.interfaces.step_summary import (

@@ -26,10 +26,8 @@ from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.loss_policy import REWIND_CODES, window_of
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
-from orchestrator.records.evals import EvalRecord
-from orchestrator.records.loss_history import LossHistory
 from orchestrator.records.membership import GenerationView, MemberState
-from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
+from orchestrator.records.steps import BatchSlice, EvalRecord, LossHistory, StateKey, StepRange, StepRecord
 from orchestrator.trainer.callback_process import FAILED_CLOSE_S, Callbacks
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.evaluation import EvalPart, Evaluator, is_due

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.sections import TrainConfig
 from orchestrator.planning.loss_policy import REFUSED, SKIP_STEP, judge
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import BatchSlice
+from orchestrator.records.steps import BatchSlice, LossHistory
 from orchestrator.trainer.interfaces.step_summary import StepSummary
 from orchestrator.trainer.state.sync_state import Prepared
 

@@ -22,7 +22,7 @@ from orchestrator.checkpoint.commit.commit_events import (
 )
 from orchestrator.checkpoint.commit.commit_machine import CHECK_EVERY_S, CommitMachine
 from orchestrator.checkpoint.commit.retention import DeleteRetries, KeptPoints
-from orchestrator.records.backoff import MOST_RETRY_S
+from orchestrator.storage.tries import MOST_RETRY_S
 from tests.checkpoint.commit_machines import committed, machine
 from tests.checkpoint.samples import key
 

@@ -33,12 +33,12 @@ from orchestrator.history.numbered_files import STOP_NOW, Request
 from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.process.progress import Progress
-from orchestrator.records.backoff import Backoff
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
+from orchestrator.records.steps import EvalRecord
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from orchestrator.storage.tries import Backoff
 from tests.checkpoint.samples import cursor, key, no_sleep, record, write_vote
 from tests.coordinator.builders import (
     JOIN,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.coordinator.machine.loss_trail import LossTrail
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import SKIP_CAUSES, StateKey, StepRecord
+from orchestrator.records.steps import SKIP_CAUSES, LossHistory, StateKey, StepRecord
 
 RECORD = StepRecord(
     attempt=3,

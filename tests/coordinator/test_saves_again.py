@@ -15,8 +15,8 @@ from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import ControlRequests, GenerationView
+from orchestrator.storage.tries import Backoff
 from tests.checkpoint.samples import key, record, write_vote
 from tests.coordinator.builders import JOIN, LAUNCH, coordinator, run, status, what_it_needs
 

@@ -13,8 +13,8 @@ from orchestrator.data.sources.records.content import Document
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import Encoders, tokenize_records
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
+from orchestrator.records.tokens import TokenChunk, WindowTask
 from tests.data.chats import CHATML_TAGGED, byte_level, saved
 from tests.data.making import job, spec_of
 

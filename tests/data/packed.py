@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import BAD, EMPTY, PIECE, TokenChunk
 
 Row = tuple[list[int], list[int], list[int]]
 Documents = list[tuple[list[int], list[bool]]]  # tokens, and which of them are targets

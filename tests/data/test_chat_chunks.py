@@ -13,9 +13,9 @@ from tokenizers import pre_tokenizers, trainers
 
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources.records.content import Conversation, Document, Prompted
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError
+from orchestrator.records.tokens import BAD, EMPTY, PIECE
 from tests.data.chat_chunks import Make, chat_spec, chunks, entries
 from tests.data.chats import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
 from tests.data.making import job

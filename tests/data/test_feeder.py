@@ -33,9 +33,9 @@ from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.source_refresh import Found, Listed
 from orchestrator.data.sources.lists.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import WindowTask
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.feeding import (

@@ -33,9 +33,9 @@ from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer
-from orchestrator.data.tokens.token_chunk import EMPTY, TokenChunk
 from orchestrator.errors import BadDocumentError
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.tokens import EMPTY, TokenChunk
 from tests.data.making import job, plain, samples, spec_of
 from tests.data.reading import plan_of
 from tests.raising import raises

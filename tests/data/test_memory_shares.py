@@ -19,8 +19,8 @@ from orchestrator.data.feed.memory import (
     memory_of,
 )
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import ConfigError
+from orchestrator.records.tokens import PIECE, TokenChunk
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.num_examples import examples

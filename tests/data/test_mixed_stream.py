@@ -25,7 +25,6 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.inspect.audit.reference.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.json_form import decode, encode
@@ -34,6 +33,7 @@ from orchestrator.planning.mixture import whole_weights
 from orchestrator.planning.resume.identity import RunIdentity, compare
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import PIECE, TokenChunk
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 from tests.num_examples import examples

@@ -11,8 +11,8 @@ import pytest
 from orchestrator.data.feed.pipeline import NotWantedError, OpenBlocks
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.records.tokens import WindowTask
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
 

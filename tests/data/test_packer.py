@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import sample_digest
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import BAD, EMPTY, PIECE, TokenChunk
 from tests.raising import raises
 
 ONE = StreamSettings(num_epochs=1)

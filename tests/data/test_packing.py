@@ -26,7 +26,6 @@ from orchestrator.data.packing.packed_window import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import PIECE
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.batches import next_range
 from orchestrator.planning.order import pack_order
@@ -35,6 +34,7 @@ from orchestrator.planning.resume.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey
+from orchestrator.records.tokens import PIECE
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 from tests.data.packed import WINDOWS, Documents, Row, chunks_of, documents, draw_all, settings_of

@@ -22,10 +22,10 @@ from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window
-from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import WindowTask
 from tests.conftest import TinyConfig
 from tests.raising import raises
 

@@ -24,7 +24,6 @@ from orchestrator.data.dataset import prepare_data, prepare_trained
 from orchestrator.data.sources.records.content import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import transforms as transforms_module
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED
 from orchestrator.data.tokens.transforms import Transforms, find_transform, first_difference
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from orchestrator.json_form import decode, encode
@@ -32,6 +31,7 @@ from orchestrator.launch.api import plan
 from orchestrator.planning import order
 from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.tokens import BAD, EMPTY, FILTERED
 from orchestrator.storage.files import Storage
 from tests.data import made_transforms, reference
 from tests.data.chat_chunks import chat_spec, entries

@@ -19,9 +19,9 @@ from orchestrator.data.sources import windows
 from orchestrator.data.sources.windows import WindowColumns
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer, chunks
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import OrchestratorError
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import TokenChunk
 from tests.conftest import TinyConfig
 from tests.data.making import job, spec_of
 

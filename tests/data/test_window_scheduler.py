@@ -16,8 +16,8 @@ import pytest
 
 from orchestrator.data.feed import window_scheduler as machine
 from orchestrator.data.feed.window_scheduler import NoTask, Slots, SourceWindows
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
+from orchestrator.records.tokens import TokenChunk, WindowTask
 from tests.raising import raises
 
 HISTORIES = 1000

@@ -13,7 +13,7 @@ import orchestrator
 from orchestrator.errors import RefusedError
 from orchestrator.inspect import frames
 from orchestrator.inspect.run import Run
-from orchestrator.records.evals import EvalRecord
+from orchestrator.records.steps import EvalRecord
 from tests.raising import raises
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/format2"

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from orchestrator.data.common.settings import SPLIT_WHOLE
 from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataIdentityError
 from orchestrator.inspect.audit.reference.reference_packing import Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
 from orchestrator.inspect.audit.source_walk import TrainedDocuments
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import TokenChunk
 from tests.data.making import some_texts, write_corpus
 from tests.data.packed import WINDOWS, chunks_of, documents, draw_all, settings_of
 from tests.inspect.trained_run import TrainedRun

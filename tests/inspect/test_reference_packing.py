@@ -19,7 +19,6 @@ from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.inspect.audit import audit, audit_processes, sample_check, source_walk, stream_recheck
 from orchestrator.inspect.audit.checksums import epoch_checksum, file_checksum
@@ -31,6 +30,7 @@ from orchestrator.inspect.audit.reference.reference_packing import ReferencePack
 from orchestrator.inspect.audit.sample_check import TrainedTokens
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import BAD, EMPTY, PIECE, TokenChunk
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 from tests.data.packed import hand_made

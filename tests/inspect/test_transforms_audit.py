@@ -14,11 +14,11 @@ from orchestrator.data.packing.packer import Packer
 from orchestrator.data.sources.records.content import Described
 from orchestrator.data.sources.windows import OrderedWindow
 from orchestrator.data.tokens import chunks, transforms
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.data.tokens.transforms import Output
 from orchestrator.errors import DataIdentityError
 from orchestrator.inspect.audit.audit import audit_history
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.tokens import TokenChunk
 from tests.data.format_writers import write_files
 from tests.data.made_transforms import HERE, some_records, told_texts
 from tests.data.making import write_corpus

@@ -6,8 +6,7 @@ import pytest
 
 from orchestrator.config.sections import SpikePolicy, TrainConfig
 from orchestrator.planning.loss_policy import LossPolicies, judge, policy_of, window_of
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import NONFINITE, SPIKE
+from orchestrator.records.steps import NONFINITE, SPIKE, LossHistory
 from tests.planning.jobs import job
 
 WRONG = "the loss is not finite"

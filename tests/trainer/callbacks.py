@@ -15,8 +15,7 @@ from orchestrator.callbacks import Callback, GroupChanged, PointCommitted, Start
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.journal.journal_reader import Journal, read_journal
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.records.evals import EvalRecord
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import EvalRecord, StepRecord
 from orchestrator.storage.files import Storage
 
 FILE = "called.jsonl"

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
+from orchestrator.records.steps import EvalRecord
 from orchestrator.storage.files import Storage
 from orchestrator.trainer import callback_process
 from orchestrator.trainer.callback_process import Callbacks, require_callback

@@ -36,11 +36,10 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.records.backoff import MOST_RETRY_S
 from orchestrator.records.membership import StillWaiting
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.storage.tries import TIMEOUT
+from orchestrator.storage.tries import MOST_RETRY_S, TIMEOUT
 
 Result = TypeVar("Result")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
-from orchestrator.records.backoff import STORAGE_BACKOFF
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
+from orchestrator.storage.tries import STORAGE_BACKOFF
 
 
 class SaveStage(Enum):

@@ -19,8 +19,8 @@ from orchestrator.checkpoint.commit.commit_events import (
     VerifyPoint,
 )
 from orchestrator.checkpoint.points.points import newest_first, parse_point_name
-from orchestrator.records.backoff import STORAGE_BACKOFF
 from orchestrator.records.steps import StateKey
+from orchestrator.storage.tries import STORAGE_BACKOFF
 
 # the number of verified points newer than the newest claim's parent after which that may be deleted
 # (membership rule 16)

@@ -41,7 +41,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.resume_plan import PointInfo
 from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records.samples import sample_len_of
+from orchestrator.records.steps import sample_len_of
 from orchestrator.storage.open import absolute, join, split
 
 if TYPE_CHECKING:

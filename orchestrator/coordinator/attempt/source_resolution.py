@@ -37,8 +37,7 @@ from orchestrator.planning.resume.source_lists import (
     start_of,
 )
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.samples import sample_len_of
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import StateKey, sample_len_of
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute
 

@@ -31,8 +31,7 @@ from orchestrator.history.journal.line_format import DAMAGED, EventKind
 from orchestrator.history.metrics.loggers import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.source_lists import SourceLists
-from orchestrator.records.evals import EvalRecord
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import EvalRecord, StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from orchestrator.history.claims.claims import GenerationId, GenerationStart
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import SKIP_CAUSES, StateKey, StepRecord
+from orchestrator.records.steps import SKIP_CAUSES, LossHistory, StateKey, StepRecord
 
 _UNKNOWN = -1  # the code of a step without a record
 

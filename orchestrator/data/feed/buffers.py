@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.planning.batches import rank_samples
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import TokenChunk
 
 # Bytes of a chunk's entry: its columns in the object store, and the packer's notes of it.
 BYTES_AN_ENTRY = 112

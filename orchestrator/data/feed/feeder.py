@@ -31,10 +31,10 @@ from orchestrator.data.feed.stream_session import UNEXPECTED, EpochLists, Openin
 from orchestrator.data.feed.window_scheduler import NoTask
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import TokenChunk, WindowTask
 
 # A window that was started this often is assumed to kill its tokenizer each time.
 MAX_EXECUTIONS = 4

@@ -12,11 +12,11 @@ from orchestrator.data.loading.loader import Ahead
 from orchestrator.data.packing.samples import draw_step
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import BatchSlice, StepRange
+from orchestrator.records.tokens import TokenChunk
 
 # Chunks of about a million tokens that are buffered for the packer.
 CHUNKS_AHEAD = 2

@@ -32,8 +32,8 @@ from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import Encoders, Passed, tokenize_window
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
+from orchestrator.records.tokens import TokenChunk, WindowTask
 
 # The open blocks of a tokenizer process: reading a later window continues where an earlier one ended.
 # At most one block of a source is open, for this many sources. An open block keeps its file and its decoder's

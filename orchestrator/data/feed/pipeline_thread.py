@@ -18,8 +18,8 @@ import ray
 from orchestrator.cluster.data_share import before_loading
 from orchestrator.cluster.ray_inventory import DATASET_THREADS
 from orchestrator.data.common.process_limits import ProcessLimits
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.paused_gc import paused_gc
+from orchestrator.records.tokens import TokenChunk
 
 Result = TypeVar("Result")
 

@@ -19,12 +19,12 @@ from orchestrator.data.feed.window_scheduler import NoTask, Slots, SourceWindows
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.sources.lists.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import TokenChunk, WindowTask
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.memory import MemoryShares

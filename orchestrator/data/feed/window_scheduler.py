@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
+from orchestrator.records.tokens import TokenChunk, WindowTask
 
 # Windows that are assigned and not delivered: the number of tokenizers, this many more, and one being taken.
 SLOTS_AHEAD = 1

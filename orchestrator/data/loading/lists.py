@@ -37,7 +37,7 @@ from orchestrator.planning.resume.source_lists import (
     source_changes,
 )
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 

@@ -18,12 +18,11 @@ from orchestrator.data.loading.state import state_of
 from orchestrator.data.packing.samples import Sample, draw_samples, draw_step
 from orchestrator.data.packing.step_samples import NO_LOSS, PAD_TOKEN, PADDING, StepSamples
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError, RefusedError
 from orchestrator.planning.batches import micro_batches_per_rank, next_range, num_micro_batches, rank_samples
 from orchestrator.planning.resume.source_lists import RestartRequest
-from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import Int32Array, TokenChunk
 
 if TYPE_CHECKING:
     from torch.utils.data import IterableDataset

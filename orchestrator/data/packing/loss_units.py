@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.errors import DataError
 from orchestrator.objectives import HostBatch
-from orchestrator.records.arrays import Int32Array
+from orchestrator.records.tokens import Int32Array
 from orchestrator.user_function import find_function
 
 _FRACTION_BITS = 24

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from orchestrator.data.common.settings import BAD_SHARE_RECORDS, SPLIT_WHOLE, StreamSettings
 from orchestrator.data.packing.step_samples import PackedRun
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError
 from orchestrator.planning.order import pack_order
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import PIECE, BoolArray, Int32Array, Int64Array, TokenChunk
 
 PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
 

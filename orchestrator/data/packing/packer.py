@@ -14,11 +14,10 @@ import numpy as np
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.segments import Before, ChunkOrder, Counts, Segment, counts_at, without_entries
 from orchestrator.data.packing.step_samples import Run
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
-from orchestrator.records.arrays import Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import Int32Array, Int64Array, TokenChunk
 
 
 # The number and digest of the current document's earlier tokens, which a resume must reproduce.

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.tokens.token_chunk import TokenChunk
-from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import Int32Array, TokenChunk
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

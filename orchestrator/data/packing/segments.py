@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.common.settings import BAD_SHARE_RECORDS, StreamSettings
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, FeedError
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    TokenChunk,
+)
 
 Counts = tuple[int, int, int, int, int, int]  # documents, empty, bad, special texts, filtered, held out
 

@@ -16,9 +16,9 @@ import numpy as np
 from orchestrator.data.packing.loss_units import loss_units
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import BatchSlice, StepRange
+from orchestrator.records.tokens import BoolArray, Int32Array, Int64Array
 
 Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 _NAMES = ("source_numbers", "input_ids", "labels", "document_ids")

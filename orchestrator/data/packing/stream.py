@@ -16,12 +16,12 @@ from orchestrator.data.packing.packed_window import PathOf
 from orchestrator.data.packing.packer import Packer, RunCursors
 from orchestrator.data.packing.step_samples import PackedRun, Run, StepSamples
 from orchestrator.data.packing.window_packer import PackCursors, WindowPacker
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.mixture import Mixture
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.steps import StepRange
+from orchestrator.records.tokens import TokenChunk
 
 __all__ = ["Stream", "StreamSource"]
 

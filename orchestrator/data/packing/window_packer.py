@@ -14,10 +14,10 @@ from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.packed_window import PackedWindow, PathOf, WindowPacking, documents_of
 from orchestrator.data.packing.segments import ChunkOrder, Counts, counted, counts_after, counts_at
 from orchestrator.data.packing.step_samples import PackedRun, joined
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import PIECE, TokenChunk
 
 
 def _by_number(_: int, file: int) -> str:

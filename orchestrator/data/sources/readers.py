@@ -19,7 +19,7 @@ from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import require_unchanged
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.resume.source_lists import restart_text
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

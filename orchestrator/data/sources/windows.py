@@ -36,7 +36,7 @@ from orchestrator.planning.order import (
     transform_key,
     window_order,
 )
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.tokens import BoolArray, Int32Array, Int64Array
 
 __all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
 

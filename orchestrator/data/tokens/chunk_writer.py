@@ -15,10 +15,9 @@ from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError
 from orchestrator.data.tokens.loss_mask import MaskedPiece
-from orchestrator.data.tokens.token_chunk import BAD, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import DataError
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.tokens import BAD, PIECE, BoolArray, Int32Array, Int64Array, TokenChunk, WindowTask
 
 # Text is encoded in batches of about `_BATCH_BYTES`, or of `_BATCH_ENTRIES` entries, which makes the fixed
 # cost of a call negligible. A chunk has at most about `CHUNK_ENTRIES` entries: many may have no token.

@@ -28,11 +28,11 @@ from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.chunk_writer import ChunkWriter, unencodable
 from orchestrator.data.tokens.encoder import GIGATOKEN, Encoder, Pieces, UnencodableTextError, difference_text
 from orchestrator.data.tokens.loss_mask import Masked, MaskedEncoder
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.data.tokens.transforms import Output, Transforms, first_difference, utf8_size
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
+from orchestrator.records.tokens import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 
 # Records are processed in runs of about this many bytes, the size of a call of the encoder.
 _RUN_BYTES = 1 << 20

@@ -31,7 +31,7 @@ from orchestrator.data.tokens.tokenizer_json import (
 )
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records.arrays import Int32Array, Int64Array
+from orchestrator.records.tokens import Int32Array, Int64Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 _UNUSABLE = "tokenizer.encoder_unusable"

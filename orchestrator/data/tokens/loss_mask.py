@@ -23,7 +23,7 @@ from orchestrator.data.tokens.chat_template import (
 from orchestrator.data.tokens.encoder import Encoder, Pieces, difference_text
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import ConfigError
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.tokens import BoolArray, Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from orchestrator.data.tokens.rendering import Renderer

@@ -33,7 +33,7 @@ from orchestrator.data.sources.records.documents import document_of
 from orchestrator.data.sources.records.plain_values import own_copy
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.order import document_seed
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 # A function that gives more documents than this for a record is assumed not to end.
 MAX_OUTPUTS = 1_000_000

@@ -225,7 +225,7 @@ class Meter:
 def eval_values(said: Mapping[str, Any]) -> dict[str, float]:
     """The known values of an evaluated part by the names that loggers have, `eval_<part>_<name>`.
 
-    `said` has the fields of `records.evals.EvalRecord`.
+    `said` has the fields of `records.steps.EvalRecord`.
     """
     of_sources = {f"{name}_loss": value for name, value in said["per_source"].items()}
     found = {"loss": said["loss"], "perplexity": said["perplexity"], **of_sources, **said["metrics"]}

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
 from orchestrator.inspect.audit.reference.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
-from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import Int32Array, TokenChunk
 
 _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or not a document begins there
 

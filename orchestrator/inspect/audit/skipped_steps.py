@@ -14,8 +14,7 @@ from orchestrator.history.claims.lineage import skips_of
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.step_names import step_name
 from orchestrator.planning.loss_policy import SKIP_STEP, LossPolicies, judge
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import NONFINITE, StepRecord
+from orchestrator.records.steps import NONFINITE, LossHistory, StepRecord
 
 _NAMED = 5
 

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums, EpochTotals
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, ReferenceEncoding
 from orchestrator.inspect.audit.reference.reference_packing import (
@@ -25,8 +24,8 @@ from orchestrator.inspect.audit.reference.reference_packing import (
 )
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows, SamplePart, content_of
 from orchestrator.inspect.audit.sample_check import TrainedTokens
-from orchestrator.records.arrays import BoolArray, Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import BoolArray, Int32Array, TokenChunk
 
 # Of each part of a unit (`reference_windows.WindowContent`): its tokens, and which labels are masked.
 _Held = list[tuple[Int32Array, BoolArray]]

@@ -26,9 +26,9 @@ from orchestrator.inspect.audit.reference.reference_windows import ReferenceWind
 from orchestrator.inspect.audit.source_walk import SourceWalk, Stretches
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.steps import StepRecord
+from orchestrator.records.tokens import Int32Array
 
 _COUNTED = ("documents", "special_texts")  # counts in a source's cursor that do not begin anew
 _RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time

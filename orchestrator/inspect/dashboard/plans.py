@@ -45,7 +45,7 @@ from orchestrator.planning.batches import idle_share, micro_batches_per_rank, nu
 from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.points import Damage
-from orchestrator.records.samples import sample_len_of
+from orchestrator.records.steps import sample_len_of
 
 SHOWN_WORKERS = 64
 _DATA_S = 30.0  # files are not read again within this time

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.history import sentences
 from orchestrator.planning.batches import Remaining, remaining
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
+from orchestrator.records.steps import EvalRecord
 from orchestrator.text import count, span, steps
 
 # the states of a run; `open`: it has not ended, and it was not watched long enough to tell if it is alive
@@ -209,7 +209,7 @@ class NewestStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedPart:
-    """The evaluation of one part. `loss` and `perplexity` are None as in `records.evals.EvalRecord`."""
+    """The evaluation of one part. `loss` and `perplexity` are None as in `records.steps.EvalRecord`."""
 
     part: str
     loss: float | None

@@ -46,7 +46,7 @@ from orchestrator.inspect.status.tail import Tail, newest_generation, read_tail
 from orchestrator.inspect.status.view import Quiet, RunView, view_of
 from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_at
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
+from orchestrator.records.steps import EvalRecord
 
 
 # Determines for a quick look which steps in a run's journal are no longer steps of the run.

@@ -21,9 +21,8 @@ from orchestrator.history.journal.line_format import EventKind, LaterLineError, 
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES
 from orchestrator.inspect.status.snapshot import RECENT_STEPS, NewestFault, eval_record
 from orchestrator.json_form import decode
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import EvalRecord, StateKey
 from orchestrator.storage.files import Storage
 
 # Least size of the read segments. Normally that is about two full ones, but failed writes may have left small

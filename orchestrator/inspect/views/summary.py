@@ -47,7 +47,7 @@ from orchestrator.inspect.views.incidents import brief, happenings, waiting_now
 from orchestrator.inspect.views.points_table import deleted, newest_healthy, table
 from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
+from orchestrator.records.steps import EvalRecord
 
 
 def run_snapshot(facts: RunFacts) -> RunSnapshot:

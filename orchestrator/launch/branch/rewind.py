@@ -51,7 +51,7 @@ from orchestrator.planning.loss_policy import BUDGET_SPENT, policy_of
 from orchestrator.planning.resume.identity import with_defaults
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.run_status import RunStatus
-from orchestrator.records.samples import sample_len_of
+from orchestrator.records.steps import sample_len_of
 
 END_WRITTEN_S = 15.0
 

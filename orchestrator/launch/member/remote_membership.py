@@ -42,7 +42,6 @@ from orchestrator.launch.member.coordinator_calls import (
     unreached,
     unreached_ranks,
 )
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -54,7 +53,7 @@ from orchestrator.records.membership import (
 )
 from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.run_status import CODE, PEERS, MemberInfo
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import EvalRecord, StateKey, StepRecord
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.loop_interface import (
     BETWEEN,

@@ -31,7 +31,7 @@ from orchestrator.planning.state.state_layout import Layout
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
-    from orchestrator.records.evals import EvalRecord
+    from orchestrator.records.steps import EvalRecord
 
 # Fields of a source that say how its records are read, besides `format`.
 _SAME_FIELDS = {"text_field", "transforms", "transform_fields", *chain(*CONTENT_SETTINGS.values())}

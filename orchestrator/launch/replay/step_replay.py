@@ -31,8 +31,7 @@ from orchestrator.planning.loss_policy import REFUSED, judge, window_of
 from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.loss_history import LossHistory
-from orchestrator.records.steps import BatchSlice, StepRange, StepRecord
+from orchestrator.records.steps import BatchSlice, LossHistory, StepRange, StepRecord
 from orchestrator.storage.parallel import at_once
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ from orchestrator.planning.resume.training_notes import training_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage
-from orchestrator.records.samples import rows_per_sample
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import StateKey, rows_per_sample
 from orchestrator.text import html_facts, html_lines, html_page, html_table
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.evals import EvalRecord
 from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
 from orchestrator.records.points import Vote
-from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
+from orchestrator.records.steps import BatchSlice, EvalRecord, StateKey, StepRange, StepRecord
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore

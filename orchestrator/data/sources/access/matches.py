@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.access.remote_stores import RemoteStore, remote_store
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 from orchestrator.storage.parallel import batches_in_threads
 from orchestrator.storage.store import ObjectFacts
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 
 # A longer record is not held: only its size is kept, and it gives no document.
 MAX_RECORD_BYTES = 1 << 30

@@ -1,6 +1,6 @@
 """Remote storages of source files behind one interface: buckets, and datasets of the Hugging Face hub.
 
-`orchestrator.storage.bucket_requests` reads buckets, for a run's storage as well. `storage.buckets` documents
+`orchestrator.storage.buckets` reads buckets, for a run's storage as well. `storage.buckets` documents
 the credentials.
 
 A dataset of the hub is named `hf://datasets/ORG/NAME[@REVISION][/PATH]`, as in pyarrow, DuckDB and Polars. A
@@ -27,12 +27,10 @@ from typing_extensions import override
 
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError
-from orchestrator.records.backoff import Backoff
-from orchestrator.storage.bucket_requests import BucketRequests
-from orchestrator.storage.buckets import SCHEMES, called_so, is_uri, split_bucket
+from orchestrator.storage.buckets import SCHEMES, BucketRequests, called_so, is_uri, split_bucket
 from orchestrator.storage.files import require_plain
 from orchestrator.storage.store import ObjectFacts
-from orchestrator.storage.tries import is_server_failure, tried
+from orchestrator.storage.tries import Backoff, is_server_failure, tried
 
 Result = TypeVar("Result")
 # Of data, which are read again after an answer that is interrupted, too short, or refused for the moment.

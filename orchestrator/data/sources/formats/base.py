@@ -25,7 +25,7 @@ from orchestrator.data.sources.records.content import BadRecordError, Content, D
 from orchestrator.data.sources.records.documents import described
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import BadDocument, ConfigError, DataError
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -29,7 +29,7 @@ from orchestrator.data.sources.records.content import BadRecordError, Content, D
 from orchestrator.data.sources.records.documents import described, utf8_text
 from orchestrator.data.sources.records.line_records import Batch, utf8_pieces
 from orchestrator.errors import DataError
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile

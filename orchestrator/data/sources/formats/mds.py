@@ -36,7 +36,7 @@ from orchestrator.data.sources.records.content import (
 from orchestrator.data.sources.records.documents import described, utf8_text
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile

@@ -17,7 +17,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import DataIdentityError
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 
 
 class Cut(Enum):

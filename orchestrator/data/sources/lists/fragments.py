@@ -20,7 +20,7 @@ from orchestrator.data.sources.access.compressed import COMPRESSED
 from orchestrator.data.sources.lists.file_rows import Cut, FilePart
 from orchestrator.data.sources.lists.manifest import Manifest, from_parquet
 from orchestrator.errors import DataIdentityError, OrchestratorError, StorageError
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import cache_folder
 from orchestrator.storage.open import is_bucket, join, open_storage

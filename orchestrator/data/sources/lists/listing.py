@@ -30,7 +30,7 @@ from orchestrator.data.sources.access.matches import (
 from orchestrator.data.sources.access.remote_stores import is_hub, is_remote, pinned, split_hub, split_uri
 from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import ConfigError
-from orchestrator.records.arrays import Int64Array
+from orchestrator.records.tokens import Int64Array
 from orchestrator.storage.home import expanded
 
 _NAMED = 5

@@ -23,7 +23,7 @@ from orchestrator.data.sources.lists.listing import Listing, list_files, require
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.resume.source_lists import restart_text
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 from orchestrator.storage.parallel import in_threads
 
 PROBE_BYTES = 4096

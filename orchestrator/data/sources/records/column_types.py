@@ -27,7 +27,7 @@ from orchestrator.data.sources.records.content import (
 )
 from orchestrator.data.sources.records.plain_values import is_json, is_plain
 from orchestrator.errors import ConfigError
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:

@@ -24,8 +24,8 @@ from orchestrator.data.sources.records.content import BadRecordError, Content
 from orchestrator.data.sources.records.documents import utf8_text
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.data.sources.records.plain_values import is_json, parsed_json, plain_value
-from orchestrator.records.arrays import Int64Array
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
+from orchestrator.records.tokens import Int64Array
 
 # Values are yielded in batches of about this many bytes.
 BATCH_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 # At most this many fields of a record are named in messages, with at most this many characters each.
 _NUM_NAMES, _NAME_LENGTH = 12, 60

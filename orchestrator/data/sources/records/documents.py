@@ -21,7 +21,7 @@ from orchestrator.data.sources.records.content import (
     kind_of,
     names,
 )
-from orchestrator.records.samples import PREFERENCE
+from orchestrator.records.steps import PREFERENCE
 
 _MISSING = "record.missing_field"
 _Messages = tuple[dict[str, Any], ...]

@@ -14,9 +14,17 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records.arrays import Int32Array, Int64Array
+from orchestrator.records.tokens import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    Int32Array,
+    Int64Array,
+    TokenChunk,
+)
 
 
 # Whether an epoch held a record twice, from the places of its records, in parts that are joined.

@@ -28,7 +28,7 @@ from orchestrator.errors import DataError
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum
 from orchestrator.planning import order
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records.arrays import Int32Array
+from orchestrator.records.tokens import Int32Array
 
 # Documents are encoded in batches of about `_BATCH_CHARACTERS` of text, or of `_BATCH_DOCUMENTS`, which makes
 # the fixed cost of a call negligible.

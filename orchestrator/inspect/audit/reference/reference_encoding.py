@@ -15,11 +15,10 @@ import numpy as np
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS, difference_text, installed_version
-from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
-from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.tokens import PIECE, Int32Array, TokenChunk
 
 SHOWN = 20  # number of differences that are named; all are counted
 MOST = 100_000  # per stretch, because each is held in memory

@@ -18,10 +18,19 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64
 
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    TokenChunk,
+)
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
 # The counts of a source in a cursor.

@@ -15,12 +15,20 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.common.settings import SPLIT_WHOLE, StreamSettings
-from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.inspect.audit.reference.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.planning.order import order_key
-from orchestrator.records.arrays import BoolArray, Int32Array
 from orchestrator.records.cursor import SourceCursor
+from orchestrator.records.tokens import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

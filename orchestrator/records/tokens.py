@@ -1,12 +1,28 @@
-"""The tasks of tokenizers, and the chunks of tokens that they send to the feeder."""
+"""Tokens in transit: the types of their arrays, the tasks of tokenizers, and the chunks that they send to the
+feeder.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # only users of the arrays load them
-    from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
+else:  # reading a run needs no numpy, which takes 0.1 s to load
+
+    def __getattr__(name: str) -> Any:
+        kinds = {"Int32Array": "int32", "Int64Array": "int64", "BoolArray": "bool_"}
+        if name not in kinds:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import numpy
+
+        return numpy.typing.NDArray[getattr(numpy, kinds[name])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
