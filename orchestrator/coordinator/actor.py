@@ -15,20 +15,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.commit.commit_driver import in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import PartFailed, PartGrows
 from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.attempt.attempt import note_beginning
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.coordinator.checked_machine import checked
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import LaunchDriver
-from orchestrator.coordinator.machine.loss_trail import LossTrail
-from orchestrator.errors import FencedError, UnsavedError
+from orchestrator.coordinator.machine.launch_history import LossTrail
+from orchestrator.errors import FencedError, StorageError, UnsavedError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.journal.journal_writer import JournalWriter
@@ -48,6 +48,7 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import PEERS, Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import EvalRecord, StateKey, StepRecord
+from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes
@@ -484,3 +485,49 @@ def _losses(start: CoordinatorStart, store: RunStore) -> LossTrail | None:
 
 def _text(key: StateKey | None) -> str:
     return key.point_name if key else ""
+
+
+CLOCK_LIMIT_S = 900.0  # the clock error that the servers of buckets tolerate
+_PROBES, _PROBE_AGAIN_S = 3, 0.5  # a network file system may show a new file late
+
+
+async def checked(storage: Storage, proof: MachineProof) -> Unfit | StillWaiting | None:
+    """Checks that a joining worker has the coordinator's storage and clock; returns what is wrong, or None.
+
+    A folder of the same path on the worker's own disk does not reach the coordinator. The worker's saves
+    would be given up one after the other, while its disk fills. A clock that is wrong by hours produces wrong
+    times in the journal and in metrics, and buckets refuse its requests. `StillWaiting`: the storage cannot be
+    read here now.
+    """
+    off_s = proof.unix_s - time.time()
+    if abs(off_s) > CLOCK_LIMIT_S:
+        ahead = "ahead of" if off_s > 0 else "behind"
+        return Unfit(
+            code="machine.clock",
+            text=f"this machine's clock is {abs(off_s):,.0f} s {ahead} the coordinator's "
+            f"({_clock_text(proof.unix_s)} instead of {_clock_text(time.time())}, allowed: "
+            f"{CLOCK_LIMIT_S:.0f} s)",
+        )
+    found: bytes | None = None
+    for number in range(_PROBES):
+        if number:
+            await asyncio.sleep(_PROBE_AGAIN_S)
+        try:
+            found = await in_daemon_thread(lambda: storage.read(proof.probe))
+        except FileNotFoundError:
+            continue
+        except StorageError:
+            await asyncio.sleep(_PROBE_AGAIN_S)
+            return StillWaiting()
+        break
+    if found == proof.token.encode():
+        return None
+    return Unfit(
+        code="machine.storage",
+        text=f"{storage.root} on this machine is another folder than on the coordinator's: what is written "
+        "there does not arrive in the run; mount the run's storage on this machine",
+    )
+
+
+def _clock_text(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))

@@ -25,7 +25,13 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import NODE_DIED
 from orchestrator.coordinator.attempt.attempt import Attempt, note_loaded, write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
-from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
+from orchestrator.coordinator.journal_notes import (
+    NOT_SAID,
+    FeederNotes,
+    NotFiniteValues,
+    SkippedDocuments,
+    of_objective,
+)
 from orchestrator.coordinator.machine.launch_actions import (
     Action,
     Answer,
@@ -37,8 +43,7 @@ from orchestrator.coordinator.machine.launch_actions import (
     Say,
     Warn,
 )
-from orchestrator.coordinator.machine.loss_trail import LossTrail
-from orchestrator.coordinator.not_finite_values import NotFiniteValues, of_objective
+from orchestrator.coordinator.machine.launch_history import LossTrail
 from orchestrator.coordinator.pending_calls import EventFeed, GenerationEnds, JoinAnswer, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation

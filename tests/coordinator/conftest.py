@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
-from orchestrator.coordinator import feeder_notes
+from orchestrator.coordinator import journal_notes
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.storage.files import Storage
@@ -19,7 +19,7 @@ from tests.coordinator.builders import LAUNCH, LIMIT_S
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is: what can be answered is not asked for again."""
     monkeypatch.setattr(coordinator_module, "ANSWER_S", LIMIT_S)
-    monkeypatch.setattr(feeder_notes, "NOTES_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(journal_notes, "NOTES_LIMIT_S", LIMIT_S)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from orchestrator.checkpoint.commit import commit_driver, commit_machine, pendin
 from orchestrator.checkpoint.commit.commit_events import DeletePoints, Tick
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
-from orchestrator.coordinator import feeder_notes, launch_driver
+from orchestrator.coordinator import journal_notes, launch_driver
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.data.feed.feed_reports import BadDocument, FeedNotes
 from orchestrator.errors import StorageError, UnsavedError, report_of
@@ -676,7 +676,7 @@ def test_the_first_documents_that_are_skipped_are_told_by_name_and_of_the_others
 
     lines, warnings = count(1), list[str]()
     run(launch)
-    num_named = min(sum(at_a_time), feeder_notes.NAMED)
+    num_named = min(sum(at_a_time), journal_notes.NAMED)
     named = [f"a document was skipped: a.jsonl line {number}" for number in range(1, num_named + 1)]
     journal = f"{store.storage.root}/journal/a0001"
     counted = [
@@ -694,7 +694,7 @@ def test_the_first_documents_that_are_skipped_are_told_by_name_and_of_the_others
 def test_a_feeder_that_does_not_say_its_notes_keeps_no_end_from_being_written(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(feeder_notes, "NOTES_LIMIT_S", 0.1)
+    monkeypatch.setattr(journal_notes, "NOTES_LIMIT_S", 0.1)
 
     async def notes(consumed_samples: int) -> None:
         if how == "hangs":
@@ -705,7 +705,7 @@ def test_a_feeder_that_does_not_say_its_notes_keeps_no_end_from_being_written(
         await actor.end("done", "done at step 10")
         found = await status(actor)
         assert found.ended == "done"
-        assert found.warnings == (feeder_notes.NOT_SAID,)
+        assert found.warnings == (journal_notes.NOT_SAID,)
 
     run(launch)
     assert store.read_end(1) is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.coordinator.machine.loss_trail import LossTrail
+from orchestrator.coordinator.machine.launch_history import LossTrail
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.records.steps import SKIP_CAUSES, LossHistory, StateKey, StepRecord
 

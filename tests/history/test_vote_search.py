@@ -26,8 +26,8 @@ from orchestrator.checkpoint.points.sealed_votes import keep_vote
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import begin_launch as beginning
-from orchestrator.coordinator.attempt.begin_launch import begin_launch
+from orchestrator.coordinator.attempt import launch_attempts as beginning
+from orchestrator.coordinator.attempt.launch_attempts import begin_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, StorageError

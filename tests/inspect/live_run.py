@@ -22,9 +22,8 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
-from orchestrator.coordinator.attempt.begin_launch import begin_launch
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.forking import describe, found_run
+from orchestrator.coordinator.attempt.launch_attempts import begin_launch, continue_launch
 from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault
 from orchestrator.history.claims.claim_files import RESUME, REWIND, START

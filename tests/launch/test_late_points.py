@@ -15,7 +15,7 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt import resume_point_choice
 from orchestrator.coordinator.attempt.attempt import note_beginning
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, survey
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.claims import INCONSISTENT

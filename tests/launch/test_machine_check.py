@@ -15,8 +15,8 @@ import pytest
 
 from orchestrator.checkpoint.points.run_file import RunFile, read_run
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.coordinator import checked_machine
-from orchestrator.coordinator.checked_machine import checked
+from orchestrator.coordinator import actor
+from orchestrator.coordinator.actor import checked
 from orchestrator.errors import MachineError, ResumePointError, StorageError
 from orchestrator.launch.on_ray.worker import packages_here, require_packages, require_storage
 from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Storage:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_machine, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(actor, "_PROBE_AGAIN_S", 0.0)
 
 
 def coordinator(run: Storage, clock_off_s: float = 0.0) -> Callable[[MachineProof], Unfit | None]:

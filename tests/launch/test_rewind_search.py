@@ -15,8 +15,8 @@ from orchestrator.checkpoint.commit.commit_events import DeletePoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig, ResumeConfig
-from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.forking import describe, found_run, take_over
+from orchestrator.coordinator.attempt.launch_attempts import begin_launch
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault

@@ -16,9 +16,9 @@ import pytest
 import orchestrator
 from orchestrator.cli.tables import plan_lines
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import begin_launch as beginning
+from orchestrator.coordinator.attempt import launch_attempts as beginning
 from orchestrator.coordinator.attempt.attempt import note_beginning
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.data.packing import samples as data_samples
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.errors import RefusedError

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 import orchestrator
 from orchestrator.cli.tables import plan_lines
 from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.data import frozen
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.faults import no_fault

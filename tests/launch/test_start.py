@@ -18,7 +18,7 @@ import orchestrator
 from orchestrator.checkpoint.points.store import Leftover, PointStatus, RunStore, remove_leftovers
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
-from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.launch_attempts import continue_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault

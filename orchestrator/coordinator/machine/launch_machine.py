@@ -31,7 +31,6 @@ from orchestrator.coordinator.machine.launch_history import (
     RankHistory,
     RecentSteps,
 )
-from orchestrator.coordinator.machine.leaving import Leaving
 from orchestrator.coordinator.machine.reported_errors import (
     OWN,
     ErrorReport,
@@ -40,7 +39,7 @@ from orchestrator.coordinator.machine.reported_errors import (
     RunsError,
     WorkersError,
 )
-from orchestrator.coordinator.machine.requests import RequestAnswer, Requests, heard_sentence
+from orchestrator.coordinator.machine.requests import Leaving, RequestAnswer, Requests, heard_sentence
 from orchestrator.elastic.failure import Failure, FailureBudget, StorageOutage
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous

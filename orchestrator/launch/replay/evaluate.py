@@ -17,7 +17,7 @@ from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.sections import SourceConfig
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.coordinator.not_finite_values import of_objective
+from orchestrator.coordinator.journal_notes import of_objective
 from orchestrator.data.dataset import prepare_trained
 from orchestrator.data.eval_parts import eval_specs, with_parts
 from orchestrator.data.frozen import later_versions

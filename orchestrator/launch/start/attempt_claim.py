@@ -26,8 +26,8 @@ from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.cluster.machine import Process, ProcessLook, Silence, has_ended, look_at_process, machine_id
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
-from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.forking import fork_to_begin, found_run, is_folder
+from orchestrator.coordinator.attempt.launch_attempts import begin_launch
 from orchestrator.coordinator.machine.launch_actions import A_FAILURE
 from orchestrator.errors import BusyError, CoordinatorSilentError, OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
@@ -72,8 +72,8 @@ def claimed(
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Creates the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch.
 
-    See `coordinator.attempt.begin_launch`. Inside, this process keeps the attempt's heartbeat. `process` is
-    the process in whose name it claims, by default this one. `looked` is the plan that `look_before_start`
+    See `coordinator.attempt.launch_attempts`. Inside, this process keeps the attempt's heartbeat. `process`
+    is the process in whose name it claims, by default this one. `looked` is the plan that `look_before_start`
     made: the skip that it drew and the damages that it found are used. `say` receives the progress of a long
     reading.
 

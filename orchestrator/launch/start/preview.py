@@ -22,13 +22,13 @@ from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce, point_path
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.begin_launch import mark_damaged
 from orchestrator.coordinator.attempt.forking import (
     code_changes,
     fork_to_begin,
     point_info,
     read_parent_point,
 )
+from orchestrator.coordinator.attempt.launch_attempts import mark_damaged
 from orchestrator.coordinator.attempt.resume_point_choice import (
     StartData,
     choose_point,

@@ -21,7 +21,7 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt.begin_launch import begin_launch
+from orchestrator.coordinator.attempt.launch_attempts import begin_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
