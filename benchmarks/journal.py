@@ -42,11 +42,10 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.run_views import RunViews
-from orchestrator.json_form import encode
+from orchestrator.json_form import encode, seal
 from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal
 
 PER_GENERATION, PER_EVENT, PER_FLUSH = 100_000, 100, 1000
 BATCH, TOKENS = 16, 2048

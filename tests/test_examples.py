@@ -29,8 +29,8 @@ from orchestrator.errors import Format1Error, LaterFormatError, OrchestratorErro
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import FindingFiles, RequestFiles
+from orchestrator.json_form import seal, unseal
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 from tests.example_runs import EXAMPLES, NEWEST, ORPHAN, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 from tests.folders import contents
 from tests.raising import raises

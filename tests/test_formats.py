@@ -36,13 +36,12 @@ from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.numbered_files import FindingFiles, RequestFiles
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
-from orchestrator.json_form import decode
+from orchestrator.json_form import decode, seal, unseal
 from orchestrator.launch.branch.point_query import PointQuery, find
 from orchestrator.launch.replay.step_replay import ReplayHistory
 from orchestrator.records.points import FileEntry
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import write_vote
 from tests.example_runs import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 from tests.raising import raises

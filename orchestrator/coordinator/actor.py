@@ -496,8 +496,8 @@ async def checked(storage: Storage, proof: MachineProof) -> Unfit | StillWaiting
 
     A folder of the same path on the worker's own disk does not reach the coordinator. The worker's saves
     would be given up one after the other, while its disk fills. A clock that is wrong by hours produces wrong
-    times in the journal and in metrics, and buckets refuse its requests. `StillWaiting`: the storage cannot be
-    read here now.
+    times in the journal and in metrics, and buckets refuse its requests. `StillWaiting`: the storage cannot
+    be read here now.
     """
     off_s = proof.unix_s - time.time()
     if abs(off_s) > CLOCK_LIMIT_S:

@@ -23,11 +23,10 @@ from orchestrator.data.frozen import (
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.tokenizer_files import is_there
 from orchestrator.errors import DataIdentityError, naming_fields
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import SealError, decode, encode, seal, unseal
 from orchestrator.planning.resume.identity import RunIdentity, compare
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join
-from orchestrator.storage.sealed import SealError, seal, unseal
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -26,9 +26,8 @@ from typing import Any, Generic, TypeVar
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.claim_files import now_text
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import SealError, decode, encode, seal, unseal
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import SealError, seal, unseal
 
 SAVE, STOP, STOP_NOW = "save", "stop", "stop now"
 AUDIT, VERIFY = "audit", "verify"

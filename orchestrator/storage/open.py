@@ -18,10 +18,10 @@ from pathlib import Path, PurePath
 from blake3 import blake3
 
 from orchestrator.errors import NoConditionalCreateError, StorageError
+from orchestrator.json_form import canonical
 from orchestrator.storage.buckets import no_conditional_create, split_bucket
 from orchestrator.storage.files import Storage, installed_scheme, store_at
 from orchestrator.storage.home import cache_folder, temporary_cache_folder
-from orchestrator.storage.sealed import canonical
 from orchestrator.storage.tries import problem_code
 
 

@@ -19,10 +19,9 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OtherFormatError, ResumePointError, StorageError
 from orchestrator.history.claims.claim_files import START, UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent
-from orchestrator.json_form import decode
+from orchestrator.json_form import SealError, decode, seal, unseal
 from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import SealError, seal, unseal
 from tests.checkpoint.samples import key, no_sleep, write_point
 from tests.planning.identities import IDENTITY
 from tests.raising import check_error, raises

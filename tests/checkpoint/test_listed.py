@@ -13,10 +13,9 @@ from blake3 import blake3
 from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, PARTS, files_digest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
-from orchestrator.json_form import decode
+from orchestrator.json_form import decode, seal, unseal
 from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import key, write_point
 from tests.raising import raises
 

@@ -24,9 +24,9 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import LaterFormatError, RefusedError, ResumePointError
 from orchestrator.history.journal.journal_reader import beginning_of
 from orchestrator.inspect.run import Run
+from orchestrator.json_form import seal
 from orchestrator.launch.api import plan
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.storage.sealed import seal
 from orchestrator.trainer.state.train_state import TrainState
 from tests.checkpoint.exports import CPU, LLAMA, commit, job, logits, state_of, store_at
 from tests.launch.runner import Runner

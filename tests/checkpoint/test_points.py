@@ -10,10 +10,10 @@ import pytest
 from orchestrator.checkpoint.points.points import COMMIT, disagreement
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
+from orchestrator.json_form import seal, unseal
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import CONFIG, cursor, key, write_point, write_vote
 from tests.raising import raises
 

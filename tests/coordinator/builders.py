@@ -15,7 +15,7 @@ from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.elastic.formation import GroupSize
 from orchestrator.history.claims.claim_files import START
-from orchestrator.history.journal.segment_log import GrowingSegments
+from orchestrator.history.claims.segments import GrowingSegments
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.run_status import RunStatus

@@ -16,9 +16,8 @@ import pytest
 from orchestrator.history.claims.claim_files import RESUME, AttemptEnd, ClaimFiles
 from orchestrator.history.claims.claims import Claim
 from orchestrator.history.claims.liveness import Busy, Free, RunObservation, Watch, judge
-from orchestrator.json_form import encode
+from orchestrator.json_form import encode, seal
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal
 from tests.checkpoint.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.nfs_client import Cache, NfsClient, trusts_the_stat

@@ -12,13 +12,19 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import StorageError
-from orchestrator.history.claims.segments import piece_path, read_first, read_from, segment_path, segments
-from orchestrator.history.journal import segment_log
+from orchestrator.history.claims import segments as segment_files
+from orchestrator.history.claims.segments import (
+    SegmentsInPieces,
+    piece_path,
+    read_first,
+    read_from,
+    segment_path,
+    segments,
+)
 from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_reader import read_journal, read_outline
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.history.journal.segment_log import SegmentsInPieces
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed, Store
 from tests.raising import raises
@@ -158,7 +164,7 @@ class PutsAgain(SegmentsInPieces):
 def test_the_search_catches_a_planted_mistake(
     mistake: type[SegmentsInPieces], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_log, "SegmentsInPieces", mistake)
+    monkeypatch.setattr(segment_files, "SegmentsInPieces", mistake)
     with pytest.raises(AssertionError):
         search(whole, faults)
 
@@ -186,7 +192,7 @@ def test_a_list_that_is_not_of_one_moment_misleads_nobody(three_pieces: None) ->
 def test_it_would_if_the_first_piece_were_deleted_last(
     three_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_log, "SegmentsInPieces", DeletesTheFirstLast)
+    monkeypatch.setattr(segment_files, "SegmentsInPieces", DeletesTheFirstLast)
     with pytest.raises(AssertionError):
         search(whole, Faults(), pages=True)
 

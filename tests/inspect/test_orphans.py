@@ -171,7 +171,7 @@ def test_a_point_of_another_run_is_left_alone(rewound: tuple[Runner, list[str], 
     commit = runner.folder / "points" / first / COMMIT
     other = commit.read_bytes()
     content = json.loads(other)["content"]
-    from orchestrator.storage.sealed import seal
+    from orchestrator.json_form import seal
 
     commit.write_bytes(seal({**content, "run_id": "another"}))
     kept, deleted = Run(runner.folder).prune()

@@ -16,7 +16,7 @@ from orchestrator.coordinator.attempt.attempt import Attempt, note_beginning
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import decode, encode, seal, unseal
 from orchestrator.launch.process import launch_report
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
@@ -24,7 +24,6 @@ from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import write_vote
 
 BATCH, SEQ_LEN = 4, 32

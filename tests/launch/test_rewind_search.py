@@ -22,8 +22,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claim_files import REWIND
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
+from orchestrator.history.claims.segments import SEGMENT_BYTES, GrowingSegments, SegmentLog
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.history.journal.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
 from orchestrator.inspect.status.lineage import release
 from orchestrator.launch.branch import rewind as rewinding
 from orchestrator.launch.branch.point_query import PointQuery

@@ -11,8 +11,8 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
-from orchestrator.planning.resume.data_progress import KnownEpochs, sources_seen
 from orchestrator.planning.resume.identity import differences, stream_settings
+from orchestrator.planning.resume.plan_report import KnownEpochs, sources_seen
 from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor, SourceCursor

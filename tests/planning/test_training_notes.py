@@ -2,8 +2,7 @@
 
 import pytest
 
-from orchestrator.planning.resume.data_progress import KnownEpochs
-from orchestrator.planning.resume.training_notes import training_notes
+from orchestrator.planning.resume.plan_report import KnownEpochs, training_notes
 from tests.planning.jobs import job
 
 HELD_OUT = "data.holdout=0.005"

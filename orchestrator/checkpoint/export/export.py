@@ -37,12 +37,11 @@ from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claims.claim_files import now_text
-from orchestrator.json_form import encode
+from orchestrator.json_form import encode, seal
 from orchestrator.records.points import Damage, FileEntry, SavedTensor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY
-from orchestrator.storage.open import above, absolute
-from orchestrator.storage.sealed import seal
+from orchestrator.storage.open import above
 from orchestrator.storage.tries import problem_code
 
 if TYPE_CHECKING:

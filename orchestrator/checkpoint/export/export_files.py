@@ -18,12 +18,11 @@ from orchestrator.checkpoint.points import verify
 from orchestrator.checkpoint.points.points import Commit, newest_first, parse_point_name
 from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError, StorageError
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import LaterSealError, canonical, decode, encode, unseal
 from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute, open_storage, split
 from orchestrator.storage.parallel import at_once, entries_at_once
-from orchestrator.storage.sealed import LaterSealError, canonical, unseal
 from orchestrator.trainer.weights.weight_files import INDEX, is_point, weight_files
 
 MARKER = "EXPORT"

@@ -22,7 +22,7 @@ from orchestrator.errors import (
     OtherFormatError,
     StorageError,
 )
-from orchestrator.json_form import decode
+from orchestrator.json_form import decode, unseal
 from orchestrator.planning.state.state_layout import (
     Layout,
     StateTensor,
@@ -32,7 +32,6 @@ from orchestrator.planning.state.state_layout import (
 )
 from orchestrator.records.points import Damage, DamagedPointError, FileEntry, SavedTensor, damaged_point
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import unseal
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # groups of tensors
 Name = tuple[str, str]  # group and name of a tensor

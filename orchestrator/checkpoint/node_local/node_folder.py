@@ -26,14 +26,12 @@ from blake3 import blake3
 from typing_extensions import override
 
 from orchestrator.checkpoint.files.part_file import goes_on, parse_header, piece_digest, read_header
-from orchestrator.checkpoint.files.part_writer import PartCancelled
-from orchestrator.errors import OrchestratorError, ResourceError, StorageError, text_of
-from orchestrator.json_form import decode, encode
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError
+from orchestrator.json_form import decode, encode, seal, unseal
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import expanded as expanded_home
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.sealed import seal, unseal
 from orchestrator.storage.store import Listed, Readable
 
 NODE = "node.json"

@@ -17,13 +17,12 @@ from typing_extensions import override
 
 from orchestrator.checkpoint.node_local.node_folder import Nodes, NodesHere, NodeStore, run_folder
 from orchestrator.errors import OrchestratorError, StorageError, UnreachableNodeError
-from orchestrator.json_form import decode
+from orchestrator.json_form import SealError, decode, unseal
 from orchestrator.planning.state.copy_placement import missing, missing_text, places_of
 from orchestrator.records.points import NodeParts, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.open import open_storage
-from orchestrator.storage.sealed import SealError, unseal
 from orchestrator.storage.store import ObjectFacts, Readable, Store
 
 Result = TypeVar("Result")

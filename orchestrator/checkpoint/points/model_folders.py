@@ -33,9 +33,9 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.journal.journal_reader import beginning_of
+from orchestrator.json_form import LaterSealError, SealError, canonical, seal, unseal
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute, is_bucket, open_storage
-from orchestrator.storage.sealed import LaterSealError, SealError, canonical, seal, unseal
 from orchestrator.trainer.weights.weight_files import holds_model, holds_weights
 
 MODEL_FOLDER = "model"

@@ -37,9 +37,8 @@ from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, St
 from orchestrator.history.claims.claim_files import now_text
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import decode, encode, seal, unseal
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal, unseal
 
 FOLDER = "pins"
 PIN, DELETION = "pin", "deletion"

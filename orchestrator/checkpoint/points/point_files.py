@@ -20,13 +20,12 @@ from orchestrator.checkpoint.points.run_file import RUN_FILE, read_run
 from orchestrator.checkpoint.points.sealed_votes import REMOVED, VOTES, decides
 from orchestrator.checkpoint.points.verify import POINTS, FileRange, QuarantineFiles, point_path
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
-from orchestrator.json_form import encode
+from orchestrator.json_form import encode, seal
 from orchestrator.planning.state.state_layout import Layout, weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry, Vote, damaged_point
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.parallel import at_once
-from orchestrator.storage.sealed import seal
 
 
 class Each(Protocol):

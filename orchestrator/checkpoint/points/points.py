@@ -17,13 +17,12 @@ from blake3 import blake3
 
 from orchestrator.checkpoint.files.manifest import PARTS
 from orchestrator.checkpoint.files.part_file import part_path
-from orchestrator.json_form import encode
+from orchestrator.json_form import canonical, encode
 from orchestrator.planning.state.copy_placement import gathered
 from orchestrator.planning.state.state_layout import SUM_MODULUS
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import FileEntry, NodeParts, Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.storage.sealed import canonical
 
 COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"
 DOCUMENTS = (CURSOR, CONFIG, RNG, PARTS)

@@ -19,10 +19,9 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.claims.claims import ForkedFrom
-from orchestrator.json_form import decode
+from orchestrator.json_form import LaterSealError, decode, unseal
 from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import LaterSealError, unseal
 
 RUN_FILE = "run.json"
 

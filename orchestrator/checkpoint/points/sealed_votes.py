@@ -15,11 +15,10 @@ from orchestrator.checkpoint.points.points import Point, differing_replicas, dis
 from orchestrator.checkpoint.points.verify import DamageError, check_file
 from orchestrator.errors import LaterFormatError, ResumePointError, StorageError
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import LaterSealError, SealError, decode, encode, seal, unseal
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import LaterSealError, SealError, seal, unseal
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.points.point_files import PointFiles

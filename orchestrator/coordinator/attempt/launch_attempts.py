@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
 _NAMED = 10  # damaged places of the journal that a start names
 
+
 def begin_launch(
     store: RunStore,
     config: JobConfig,

@@ -1,7 +1,7 @@
 """Chooses the point that a start continues, and decides whether its configuration may continue it.
 
 This module reads and verifies points and writes nothing; `plan` uses it as a start does. It also finds out
-from storage whether a launch of the run has reached the end of its data (`planning.resume.data_progress`
+from storage whether a launch of the run has reached the end of its data (`planning.resume.plan_report`
 derives the consequences).
 """
 
@@ -25,8 +25,8 @@ from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claims import ClaimParent, Origin
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import decode
-from orchestrator.planning.resume.data_progress import KnownEpochs, epochs_of, known_epochs
 from orchestrator.planning.resume.identity import RunIdentity
+from orchestrator.planning.resume.plan_report import KnownEpochs, epochs_of, known_epochs
 from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, ResumePlan, plan_resume
 from orchestrator.planning.resume.skipping import SkipDecision
 from orchestrator.planning.resume.source_lists import RestartDecision, undone

@@ -29,11 +29,11 @@ from orchestrator.history.journal.journal_lines import DamagedLines, with_cut_of
 from orchestrator.history.journal.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.journal.line_format import DAMAGED, EventKind
 from orchestrator.history.metrics.loggers import SavedHistory, saved_before
+from orchestrator.json_form import LaterSealError, SealError, unseal
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.records.steps import EvalRecord, StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import EvalConfig

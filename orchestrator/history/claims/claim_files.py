@@ -36,10 +36,9 @@ from orchestrator.history.claims.liveness import (
     judge,
 )
 from orchestrator.history.claims.segments import journal_folder
-from orchestrator.json_form import decode, encode
+from orchestrator.json_form import LaterSealError, SealError, decode, encode, seal, unseal
 from orchestrator.storage.files import Storage
 from orchestrator.storage.parallel import at_once
-from orchestrator.storage.sealed import LaterSealError, SealError, seal, unseal
 from orchestrator.storage.store import Listed
 
 ATTEMPTS, JOURNAL = "attempts", "journal"

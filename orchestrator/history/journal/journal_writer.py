@@ -28,8 +28,8 @@ from typing import Any, Protocol
 
 from orchestrator.errors import TrainingError
 from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.claims.segments import SEGMENT_BYTES, segment_log
 from orchestrator.history.journal.line_format import FIRST, FORMAT, EventKind, line_bytes
-from orchestrator.history.journal.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage

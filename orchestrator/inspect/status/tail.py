@@ -14,11 +14,10 @@ from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError, UnsavedError
 from orchestrator.history import sentences
-from orchestrator.history.claims.segments import read_from, segments
+from orchestrator.history.claims.segments import SEGMENT_BYTES, read_from, segments
 from orchestrator.history.journal.journal_lines import lines_backwards
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP
 from orchestrator.history.journal.line_format import EventKind, LaterLineError, parse_line
-from orchestrator.history.journal.segment_log import SEGMENT_BYTES
 from orchestrator.inspect.status.snapshot import RECENT_STEPS, NewestFault, eval_record
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss

@@ -61,7 +61,7 @@ from orchestrator.history.journal.code_record import functions_of
 from orchestrator.history.sentences import count
 from orchestrator.launch.process.launch_report import data_have_ended
 from orchestrator.launch.start.run_preparation import find_run, prepare, refuse_inside
-from orchestrator.planning.resume.optimizer_change import OTHER_OPTIMIZER
+from orchestrator.planning.resume.identity import OTHER_OPTIMIZER
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import SkipDecision
 from orchestrator.records.points import Damage, damaged_point

@@ -21,30 +21,31 @@ from orchestrator.planning.batches import (
     remaining,
 )
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
-from orchestrator.planning.resume.data_progress import (
+from orchestrator.planning.resume.identity import (
+    CHANGED_SETTING,
+    OF_A_SOURCE,
+    Difference,
+    OptimizerChange,
+    RunIdentity,
+    compare,
+    differences,
+    names_of_sources,
+    optimizer_change,
+    refusals,
+    value_text,
+    with_defaults,
+)
+from orchestrator.planning.resume.plan_report import (
     KnownEpochs,
     PlannedSkip,
     SourceSeen,
     epochs_of,
     nothing_left,
     sources_seen,
+    training_notes,
 )
-from orchestrator.planning.resume.identity import (
-    CHANGED_SETTING,
-    OF_A_SOURCE,
-    Difference,
-    RunIdentity,
-    compare,
-    differences,
-    names_of_sources,
-    refusals,
-    value_text,
-    with_defaults,
-)
-from orchestrator.planning.resume.optimizer_change import OptimizerChange, optimizer_change
 from orchestrator.planning.resume.skipping import Skip, SkipDecision
 from orchestrator.planning.resume.source_lists import RestartDecision, SourceChange, SourceLists
-from orchestrator.planning.resume.training_notes import training_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage

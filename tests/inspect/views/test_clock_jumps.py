@@ -22,8 +22,8 @@ from orchestrator.history.journal.line_format import EventKind
 from orchestrator.inspect.status.tail import read_tail
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.run_views import RunViews
+from orchestrator.json_form import seal
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal
 from tests.checkpoint.samples import key, no_sleep, record, start
 from tests.inspect.views.written import BEGIN, RUN
 from tests.storage.crashfs import ModelDisk

@@ -17,9 +17,9 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect import frames
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.run_views import RunViews
+from orchestrator.json_form import seal
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal
 from tests.checkpoint.samples import key, no_sleep, record, start
 from tests.inspect.views.written import RUN
 from tests.raising import raises

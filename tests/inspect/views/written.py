@@ -10,10 +10,9 @@ from random import Random
 from orchestrator.checkpoint.points.run_file import RUN_FILE
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.history.journal.journal_writer import JournalWriter
-from orchestrator.json_form import encode
+from orchestrator.json_form import encode, seal
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import seal
 from tests.checkpoint.samples import no_sleep
 from tests.history.histories import World
 from tests.storage.crashfs import ModelDisk

@@ -7,7 +7,7 @@ import json
 import pytest
 from blake3 import blake3
 
-from orchestrator.storage.sealed import LaterSealError, SealError, seal, unseal
+from orchestrator.json_form import LaterSealError, SealError, seal, unseal
 from tests.raising import raises
 
 CONTENT = {"b": [1, 2.5, None], "a": "täxt"}
