@@ -22,7 +22,7 @@ import ray
 from benchmarks.data_corpus import Corpus
 from orchestrator.config.loading import as_data_job
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.spec import DataSpec

@@ -33,7 +33,7 @@ from benchmarks.data_feeder import STEPS_AHEAD, coming_step, view
 from benchmarks.data_scaling import documents
 from orchestrator.config.loading import as_data_job
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed

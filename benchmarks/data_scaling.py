@@ -30,7 +30,7 @@ import ray
 from benchmarks.data_feeder import REPLAY_BYTES, STEPS_AHEAD, coming_step, view
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.sample_corpus import train_tokenizer

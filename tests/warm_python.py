@@ -61,7 +61,7 @@ MODULES = (
 )
 RAY_MODULES = (
     "orchestrator.coordinator.process",
-    "orchestrator.data.feed.feeder_actor",
+    "orchestrator.data.feed.feeder",
     "orchestrator.data.feed.pipeline",
     "orchestrator.launch.on_ray.worker",
     "ray._private.workers",

@@ -1,14 +1,20 @@
-"""Prepares a run's data for reading: freezes them at the first start, and reads the frozen data later.
+"""Prepares the data that a run trains and evaluates: freezes them at the first start, and reads the frozen
+data later.
 
-It does not decide about resuming: it returns the job's identity (`DataSpec.identity`), or raises.
+It does not decide about resuming: it returns the job's identity (`DataSpec.identity`), or raises. A part of
+`eval.parts` is the run's hold-out, or has sources of its own. These are frozen in the run's folder
+`eval/<part>/` as a run freezes its data, and are read once, in the order of the first epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
+from orchestrator.config.schema import HOLDOUT
+from orchestrator.data.code_process import call, names_code
 from orchestrator.data.common.settings import (
     SPLIT_WHOLE,
     StreamSettings,
@@ -33,20 +39,25 @@ from orchestrator.data.freeze import (
 )
 from orchestrator.data.frozen import (
     DAMAGED,
+    EVAL_FOLDER,
+    EVAL_IDENTITY,
     GONE,
     RULES,
     TOKENIZER_FOLDER,
     DataRecord,
     FrozenData,
     LaterList,
+    Refreshing,
+    frozen_sources,
+    later_plan,
     later_versions,
+    listed_as,
     manifest_path,
     read_frozen,
     read_later,
     write_frozen,
     write_later,
 )
-from orchestrator.data.source_refresh import Refreshing, later_plan, listed_as
 from orchestrator.data.sources.lists.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.lists.source_diff import compare_files, find_unchanged
@@ -54,8 +65,10 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
 from orchestrator.data.tokens.resolved import RESOLVED
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
-from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.errors import ConfigError, DataIdentityError, naming_fields
+from orchestrator.json_form import SealError, decode, encode, seal, unseal
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
+from orchestrator.planning.resume.identity import RunIdentity, compare
 from orchestrator.planning.resume.source_lists import (
     FIRST,
     SourceLists,
@@ -68,11 +81,10 @@ from orchestrator.planning.resume.source_lists import (
 )
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
+from orchestrator.storage.open import join
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
-
-__all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained", "write_lists"]
 
 
 def prepare_data(
@@ -375,3 +387,120 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
         files = {n: content for n, content in files.items() if n != RESOLVED}
     same = files == frozen.tokenizer_files
     return facts.digest if same else examine(name, files, reads_chats(config)).digest
+
+
+def with_parts(job: JobConfig, storage: Storage, spec: DataSpec) -> DataSpec:
+    """Returns the run's data with the parts that have sources of their own, frozen or as they are now.
+
+    Raises as `prepare_data`, and `DataIdentityError` if a part is not as it was frozen.
+    """
+    return replace(spec, evaluated={name: _prepared_part(job, storage, name) for name in _own_parts(job)})
+
+
+def with_frozen_parts(job: JobConfig, storage: Storage, spec: DataSpec) -> DataSpec:
+    """Returns the run's data with the parts frozen. Raises as `with_parts`."""
+    found = dict[str, DataSpec]()
+    for name in _own_parts(job):
+        part, at = spec.evaluated.get(name), _part_folder(storage, name)
+        if part is None or part.unfrozen is None:
+            part = _prepared_part(job, storage, name)
+        if part.unfrozen is not None:
+            at.write(EVAL_IDENTITY, seal(encode(part.run_identity)))
+            with _naming_part(name):
+                part = freeze_data(_part_job(job, name), at, part)
+        found[name] = part
+    return replace(spec, evaluated=found)
+
+
+def eval_specs(job: JobConfig, spec: DataSpec) -> dict[str, DataSpec]:
+    """The data of each part by name; empty if nothing is evaluated. `spec`: the run's data.
+
+    Raises `RefusedError` if a part is the hold-out and nothing is held out.
+    """
+    if not job.eval.is_wanted:
+        return {}
+    if not job.eval.parts:
+        return {HOLDOUT: spec.held_out()}
+    return {
+        name: spec.held_out() if part.holdout else spec.evaluated[name]
+        for name, part in job.eval.parts.items()
+    }
+
+
+def _own_parts(job: JobConfig) -> list[str]:
+    """The parts with sources of their own."""
+    return [name for name, part in job.eval.parts.items() if part.sources is not None]
+
+
+def _part_folder(storage: Storage, name: str) -> Storage:
+    return storage.beside(join(storage.root, EVAL_FOLDER, name))
+
+
+def _part_job(job: JobConfig, name: str) -> JobConfig:
+    """A job whose data are those of the part, each read once."""
+    sources = job.eval.parts[name].sources
+    assert sources is not None, "the hold-out is part of the run's own data"
+    data = {
+        "sources": tuple(source.model_copy(update={"max_epochs": None}) for source in sources),
+        "holdout": 0.0,
+        "num_epochs": 1,
+        "on_end": "drop",
+        "refresh": None,
+    }
+    anew = {"data": "continue", "restart_sources": (), "skip_steps": None, "skip_samples": None}
+    return job.model_copy(
+        update={
+            "data": job.data.model_copy(update=data),
+            "resume": job.resume.model_copy(update=anew),
+        }
+    )
+
+
+def _prepared_part(job: JobConfig, storage: Storage, name: str) -> DataSpec:
+
+    own, at = _part_job(job, name), _part_folder(storage, name)
+    with _naming_part(name):
+        if frozen_sources(at) is None:
+            own = _with_frozen_tokenizer(own, storage)
+            return call(names_code(own), prepare_data, own, None)
+        try:
+            spec = call(names_code(own), prepare_data, own, at)
+        except DataIdentityError as error:
+            *what, _ = str(error).splitlines() if "\n" in str(error) else (str(error), "")
+            # its last line advises what only sources can do
+            raise _changed_part(name, " ".join(what)) from error
+        try:
+            was = decode(RunIdentity, unseal(at.read(EVAL_IDENTITY)))
+        except (FileNotFoundError, SealError) as error:
+            raise DataIdentityError(
+                f"{at.root}/{EVAL_IDENTITY} is gone or damaged ({error}); restore it, or give "
+                f"eval.parts.{name} another name",
+                code="data.eval_identity",
+            ) from error
+        if refusals := compare(was, spec.run_identity, job.resume.accept_changed):
+            raise _changed_part(name, "; ".join(refusal.text for refusal in refusals))
+    return spec
+
+
+@contextmanager
+def _naming_part(name: str) -> Iterator[None]:
+    """Within the block, errors about `data.sources` name the sources of the part instead."""
+    with naming_fields(f"eval.parts.{name}", {"data.sources": f"eval.parts.{name}.sources"}):
+        yield
+
+
+def _with_frozen_tokenizer(job: JobConfig, storage: Storage) -> JobConfig:
+    """The job with the run's copy of its tokenizer, if none is where the job names the run's own."""
+    frozen, name = read_frozen(storage), job.data.tokenizer
+    if frozen is None or name != frozen.record.tokenizer or is_there(name):
+        return job
+    copy = join(storage.root, TOKENIZER_FOLDER)
+    return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": copy})})
+
+
+def _changed_part(name: str, what: str) -> DataIdentityError:
+    return DataIdentityError(
+        f"the data of eval.parts.{name} are not those that were frozen: {what}; put them back, or "
+        "give the part another name, under which it is frozen anew",
+        code="data.eval_changed",
+    )

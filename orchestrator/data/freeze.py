@@ -21,9 +21,8 @@ from orchestrator.data.common.settings import (
     wanted_of,
     with_transforms,
 )
-from orchestrator.data.frozen import RULES, DataRecord, FrozenData
+from orchestrator.data.frozen import RULES, DataRecord, Found, FrozenData, listed_as
 from orchestrator.data.packing.packed_window import few_packs
-from orchestrator.data.source_refresh import Found, listed_as
 from orchestrator.data.sources.formats import user_format
 from orchestrator.data.sources.lists.file_rows import Cut
 from orchestrator.data.sources.lists.fragments import (

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from orchestrator.data.common.settings import MixtureSettings, StreamSettings, limits_of, mixture_of
-from orchestrator.data.frozen import FrozenData, LaterList
+from orchestrator.data.frozen import FrozenData, LaterList, Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.source_refresh import Refreshing
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import Encoders, tokenize_block
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel

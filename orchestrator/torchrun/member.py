@@ -108,7 +108,7 @@ class Member:
         An error of this rank is reported to the coordinator, and raised. Raises `ElasticError` if the group
         has ended for another reason.
         """
-        from orchestrator.data.eval_parts import eval_specs
+        from orchestrator.data.dataset import eval_specs
         from orchestrator.data.feed.local_feed import InProcessFeed
         from orchestrator.launch.member.eval_feeds import open_parts
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.spec import DataSpec
 from orchestrator.records.cursor import Cursor

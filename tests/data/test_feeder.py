@@ -22,15 +22,14 @@ from ray._private.state import actors  # the public state API needs a dashboard
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.feed_reports import FeederStats
-from orchestrator.data.feed.feeder import Feeder
-from orchestrator.data.feed.feeder_actor import pinned
+from orchestrator.data.feed.feeder import Feeder, pinned
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.pipeline_thread import PipelineThreads, Taker
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
 from orchestrator.data.feed.stream_session import source_windows
 from orchestrator.data.feed.window_scheduler import SLOTS_AHEAD
+from orchestrator.data.frozen import Found, Listed
 from orchestrator.data.packing.samples import open_samples
-from orchestrator.data.source_refresh import Found, Listed
 from orchestrator.data.sources.lists.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError

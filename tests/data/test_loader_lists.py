@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.data import frozen
-from orchestrator.data.loading import lists as stream_lists
+from orchestrator.data.loading import sample_stream as stream_lists
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import ConfigError, DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.storage.files import Storage

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.data.packing.loss_units import loss_units
+from orchestrator.data.packing.step_samples import loss_units
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.objectives import HostBatch
 from tests.raising import raises

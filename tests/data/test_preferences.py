@@ -17,8 +17,8 @@ import pytest
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.packing.loss_units import loss_units
 from orchestrator.data.packing.samples import draw_past, draw_step
+from orchestrator.data.packing.step_samples import loss_units
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze_listed
 from orchestrator.data.sources.records.content import BadRecordError, Content, Conversation, Preference

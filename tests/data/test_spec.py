@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.data import dataset, source_refresh
+from orchestrator.data import dataset, frozen
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze, from_parquet, to_parquet
@@ -252,7 +252,7 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
     with monkeypatch.context() as patch:  # as an older version listed
         every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
-        patch.setattr(source_refresh, "list_files", lambda *_: every)
+        patch.setattr(frozen, "list_files", lambda *_: every)
         old = prepare_data(job(tiny_config, data), Storage(str(run)))
     assert len(old.plans[0].manifest.files) == 9
     again = prepare_data(job(tiny_config, data), Storage(str(run)))

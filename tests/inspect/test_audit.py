@@ -21,7 +21,7 @@ from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt import survey as survey_module
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.data import source_refresh
+from orchestrator.data import frozen
 from orchestrator.data.feed import feed_reports
 from orchestrator.data.feed.feed_reports import FeedLog
 from orchestrator.data.packing.packer import Packer
@@ -766,7 +766,7 @@ def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_t
     names = tuple(f"{folder}part-{i}.jsonl" for folder in ("", "self/") for i in range(3))
     with monkeypatch.context() as older:
         listed = replace(list_files("made", str(tmp_path / "data"), "jsonl"), names=names)
-        older.setattr(source_refresh, "list_files", lambda *_: listed)
+        older.setattr(frozen, "list_files", lambda *_: listed)
         run = TrainedRun(mapping)
     run.attempt(1000)
     report = run.audit()

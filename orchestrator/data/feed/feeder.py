@@ -1,4 +1,4 @@
-"""The Feeder actor: packs token chunks and serves shares of steps to the ranks.
+"""The Feeder actor: packs token chunks and serves shares of steps to the ranks. `start_feeder` creates it.
 
 It takes the chunks from the Ray Data pipeline in order. Everything that it returns is a pure function of the
 run's data, a cursor and a step's range. It may therefore be killed and opened again at any time. Ray Data
@@ -11,12 +11,14 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import ray
 
+from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.data.feed.buffers import TOGETHER_BYTES, Admission, HeldStep
 from orchestrator.data.feed.feed_reports import FeederStats, FeedLog, FeedNotes, SignsOfWork
 from orchestrator.data.feed.memory import MemoryShares
@@ -47,6 +49,8 @@ ARRIVAL_S = 60.0
 # An answer with later steps waits this long for more of them once its first step is ready. Each answer costs
 # the feeder and Ray two milliseconds, whatever its size.
 LINGER_S = 0.1
+# The maximum number of concurrent calls of ranks and tokenizers.
+MAX_CALLS = 20_000
 
 
 class Feeder:
@@ -523,3 +527,60 @@ class Feeder:
         self._start(run.steps.next_cursor, with_pipeline=False)
         self._changed.notify_all()
         return True
+
+
+def feeder_name(launch: str) -> str:
+    """The actor's name within the launch's namespace."""
+    return f"feeder-{launch}"
+
+
+def start_feeder(
+    launch: str,
+    spec: DataSpec,
+    *,
+    tokenizers: TokenizerPool,
+    replay_bytes: int,
+    stall_s: float = STALL_S,
+    memory: MemoryShares | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Creates the launch's feeder and returns its handle. The actor lives as long as the handle's owner.
+
+    `options`: more options for Ray's `.options`. The feeder itself reserves no CPUs. `memory`: what each part
+    of the feed may hold; None: only the bounds of the data rules.
+
+    `spec` is put into Ray's object store once. The feeder and every tokenizer read it from there and hold it
+    in memory, so it must fit into both.
+    """
+    wanted: dict[str, Any] = {
+        "name": feeder_name(launch),
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,  # the ranks retry themselves
+        "max_concurrency": MAX_CALLS,
+        **(options or {}),
+    }
+    arguments = (tokenizers, replay_bytes, stall_s, memory)
+    return ray.remote(FeederActor).options(**wanted).remote(launch, pinned(spec), *arguments)
+
+
+class FeederActor(Feeder):
+    """The feeder in a process that Ray started. The process outlives that Ray for a while, because members
+    that save need the batch that they are training.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        outlive_sigterm()
+        end_without_raylet(lambda: False)
+
+
+def pinned(spec: object) -> bytes:
+    """Puts `spec`, the data of a run, into Ray's object store and returns a small value that leads to it.
+
+    The object stays as long as this process is connected. A reference that is pickled by itself pins its
+    object. Passed as an actor argument it would not, and a restarted actor needs its arguments again. The
+    actor's class, which Ray also stores, has room for only 95 MiB.
+    """
+    value: bytes = ray.cloudpickle.dumps(ray.put(spec))  # type: ignore[no-untyped-call]
+    return value

@@ -16,7 +16,7 @@ _KEPT_BYTES = 256 << 20
 
 
 def open_parts(specs: Mapping[str, DataSpec]) -> list[EvalPart]:
-    """Returns the parts of `data.eval_parts.eval_specs`. Nothing is read before it is needed."""
+    """Returns the parts of `data.dataset.eval_specs`. Nothing is read before it is needed."""
     return [
         EvalPart(
             name=name,

@@ -25,8 +25,8 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorActor
-from orchestrator.data.eval_parts import eval_specs
-from orchestrator.data.feed.feeder_actor import feeder_name, pinned, start_feeder
+from orchestrator.data.dataset import eval_specs
+from orchestrator.data.feed.feeder import feeder_name, pinned, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.pipeline_thread import TokenizerPool
 from orchestrator.data.feed.remote_feed import notes_of

@@ -18,8 +18,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.sections import SourceConfig
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.coordinator.journal_notes import of_objective
-from orchestrator.data.dataset import prepare_trained
-from orchestrator.data.eval_parts import eval_specs, with_parts
+from orchestrator.data.dataset import eval_specs, prepare_trained, with_parts
 from orchestrator.data.frozen import later_versions
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history import sentences

@@ -141,8 +141,7 @@ def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
     Raises as `data.dataset.prepare_data`, and `ConfigError` for a model whose vocabulary is too small.
     """
     from orchestrator.data.code_process import call, names_code
-    from orchestrator.data.dataset import prepare_data
-    from orchestrator.data.eval_parts import with_parts
+    from orchestrator.data.dataset import prepare_data, with_parts
 
     here = _here_before(job, storage)
     if here is None:
@@ -201,8 +200,7 @@ def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attem
     They are those that `prepare` read before the claim, frozen in the run's storage if they are not yet (see
     `data.dataset.freeze_data`).
     """
-    from orchestrator.data.dataset import freeze_data
-    from orchestrator.data.eval_parts import with_frozen_parts
+    from orchestrator.data.dataset import freeze_data, with_frozen_parts
     from orchestrator.data.frozen import TOKENIZER_FOLDER
 
     looked_at = with_frozen_parts(job, storage, looked_at)
@@ -235,8 +233,7 @@ def reading_of(attempt: Attempt) -> SourceReading:
 def read_frozen_data(job: JobConfig, storage: Storage, reading: SourceReading) -> DataSpec:
     """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
     from orchestrator.data.code_process import call, names_code
-    from orchestrator.data.dataset import prepare_data
-    from orchestrator.data.eval_parts import with_parts
+    from orchestrator.data.dataset import prepare_data, with_parts
 
     spec = call(names_code(job), prepare_data, job, storage, reading)
     return require_vocabulary(job, with_parts(job, storage, spec))
