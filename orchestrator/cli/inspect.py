@@ -280,8 +280,8 @@ def dashboard(
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Serve a page that shows and steers runs. Prints its link. Shows every run of a folder, alive or not."""
+    from orchestrator.inspect.dashboard.app import serve
     from orchestrator.inspect.dashboard.auth import is_loopback
-    from orchestrator.inspect.dashboard.serve import serve
 
     if not is_loopback(host):
         say(

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.sources.formats import arrow
-from orchestrator.data.sources.records.column_types import is_text, plain_array, plain_type, require_sound
 from orchestrator.data.sources.records.columns import value_sizes
 from orchestrator.data.sources.records.content import BadRecordError, Content, Conversation, Described
+from orchestrator.data.sources.records.plain_values import is_text, plain_array, plain_type, require_sound
 from orchestrator.errors import ConfigError, DataError
 from tests.data.reading import described_straight, planned, read_straight
 from tests.num_examples import examples

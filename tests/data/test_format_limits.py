@@ -20,7 +20,7 @@ from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import windows
 from orchestrator.data.sources.access import compressed
 from orchestrator.data.sources.access.input_file import open_input
-from orchestrator.data.sources.formats import cbor, csv, mds, text, webdataset
+from orchestrator.data.sources.formats import cbor, mds, text, webdataset
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.records import line_records
@@ -144,7 +144,7 @@ LONGEST = MB // 4
 
 def limit(patch: pytest.MonkeyPatch) -> None:
     """A record may have 256 KiB."""
-    for module in (windows, line_records, text, csv, webdataset, mds, cbor):
+    for module in (windows, line_records, text, webdataset, mds, cbor):
         patch.setattr(module, "MAX_RECORD_BYTES", LONGEST)
 
 

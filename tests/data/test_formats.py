@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from orchestrator.config.sections import FORMAT_NAMES
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.sources.formats import arrow, csv, format_of
+from orchestrator.data.sources.formats import arrow, format_of
+from orchestrator.data.sources.formats.text import fields_of, stream_rows
 from orchestrator.data.sources.lists.fragments import plan_source
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze_listed
@@ -424,13 +425,13 @@ def test_any_rows_that_pythons_csv_writes_come_out(
     data = format_writers.separated(delimiter, "\r\n")([{"text": a, "n": b} for a, b in rows])
     pieces = [data[i : i + piece] for i in range(0, len(data), piece)]
     found, at = [], 0
-    for number, records, place in csv.stream_rows(iter(pieces)):
+    for number, records, place in stream_rows(iter(pieces)):
         assert (number, place) == (len(found) + 1, at)
         for i in range(len(records)):
             raw = records[i]
             assert data[at : at + records.size(i)].removesuffix(b"\n") == raw
             at += records.size(i)
-            found.append(tuple(csv.fields_of(bytes(raw or b"").decode().removesuffix("\r"), delimiter)))
+            found.append(tuple(fields_of(bytes(raw or b"").decode().removesuffix("\r"), delimiter)))
     assert found == ([("text", "n"), *rows] if rows else found)
     assert at == len(data)
 

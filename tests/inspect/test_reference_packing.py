@@ -20,14 +20,14 @@ from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.inspect.audit import audit, audit_processes, sample_check, source_walk, stream_recheck
+from orchestrator.inspect.audit import audit, audit_processes, source_walk, stream_recheck
 from orchestrator.inspect.audit.checksums import epoch_checksum, file_checksum
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
 from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
 from orchestrator.inspect.audit.reference import reference_encoding, reference_windows
 from orchestrator.inspect.audit.reference import reference_packing as reference
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
-from orchestrator.inspect.audit.sample_check import TrainedTokens
+from orchestrator.inspect.audit.source_walk import TrainedTokens
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StepRange
 from orchestrator.records.tokens import BAD, EMPTY, PIECE, TokenChunk
@@ -59,7 +59,6 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
         reference,
         reference_encoding,
         reference_windows,
-        sample_check,
         epoch_checksum,
         file_checksum,
     ],

@@ -277,10 +277,9 @@ BYPASSES = {
     "checkpoint/export/export.py": "the folder of an export; os.rename onto one that is taken fails",
     "checkpoint/files/part_writer.py": "memory that processes of one machine share",
     "inspect/submitted.py": "what a process of this machine wrote; whether a listed folder exists",
-    "inspect/dashboard/serve.py": "whether the folder of runs exists, after it was listed",
     "inspect/dashboard/runs.py": "which run.json it is, after the storage said that there is one",
-    "inspect/dashboard/action_table.py": "whether a name is taken; the fork itself creates it exclusively",
-    "inspect/dashboard/app.py": "the page's own files, in this package",
+    "inspect/dashboard/actions.py": "whether a name is taken; the fork itself creates it exclusively",
+    "inspect/dashboard/app.py": "the page's own files; whether the folder exists, after it was listed",
     "inspect/dashboard/plans.py": "a tokenizer's folder",
 }
 BY_NAME = re.compile(

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.inspect.audit.skipped_steps import skipped_notes, skipped_steps, wrong_decision
-from orchestrator.trainer.interfaces.loop_interface import TrainJob
+from orchestrator.inspect.audit.audit import skipped_notes, skipped_steps, wrong_decision
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, members, run_to_end, tiny_job

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.inspect.dashboard.action_table import ACTIONS
 from orchestrator.inspect.dashboard.actions import (
+    ACTIONS,
     ActionParameters,
     Sight,
     Tell,

@@ -27,8 +27,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.status.snapshot import UNREADABLE, missing_text
 from orchestrator.inspect.status.status_reader import SnapshotReader, attributes_kept_s
-from orchestrator.inspect.views.facts.facts import WATCH_S, Life, LifeWatch
-from orchestrator.inspect.views.facts.files import UnreadableError
+from orchestrator.inspect.views.facts.facts import WATCH_S, Life, LifeWatch, UnreadableError
 from orchestrator.inspect.views.lineage_graph import Fork
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.inspect.views.summary import row, sentence

@@ -32,8 +32,7 @@ from orchestrator.inspect.status.point_rows import (
     stamp,
 )
 from orchestrator.inspect.views.facts.columns import Event
-from orchestrator.inspect.views.facts.facts import RunFacts, mean_loss, short
-from orchestrator.inspect.views.facts.files import PointFacts
+from orchestrator.inspect.views.facts.facts import PointFacts, RunFacts, mean_loss, short
 from orchestrator.json_form import encode
 from orchestrator.planning.resume.identity import differences as planned_differences
 from orchestrator.records.steps import StateKey

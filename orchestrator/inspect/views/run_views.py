@@ -33,20 +33,26 @@ from orchestrator.inspect.status.snapshot import UNREADABLE, Standing, level, ve
 from orchestrator.inspect.status.tail import Tail
 from orchestrator.inspect.views import (
     cards,
+    charts,
     events,
     goodput,
     lineage_graph,
     points_table,
-    series,
     sources,
     summary,
-    timeline,
 )
 from orchestrator.inspect.views.events import EventFilter
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns
-from orchestrator.inspect.views.facts.facts import WATCH_S, LifeWatch, RunFacts, StepSeries
-from orchestrator.inspect.views.facts.files import LaterError, RunFiles, UnreadableError
+from orchestrator.inspect.views.facts.facts import (
+    WATCH_S,
+    LaterError,
+    LifeWatch,
+    RunFacts,
+    RunFiles,
+    StepSeries,
+    UnreadableError,
+)
 
 # The missing parts of a run's folder, as `status` shows them (`status.missing`), from the views' data.
 #
@@ -317,7 +323,7 @@ class RunViews:
 
     def timeline(self, px: int | None = None) -> Document:
         """Attempts, generations, points and what happened; `px`: how wide it is drawn."""
-        return timeline.timeline(self._facts, px, self._now())
+        return charts.timeline(self._facts, px, self._now())
 
     def series(
         self,
@@ -328,7 +334,7 @@ class RunViews:
         px: int = 800,
     ) -> Document:
         """Curves; `axis` is tokens or time, `start` and `stop` are in its unit."""
-        return series.series(self._facts, axis, metrics, start, stop, px)
+        return charts.series(self._facts, axis, metrics, start, stop, px)
 
     def points(
         self, state: str = "all", sort: str = "-step", q: str = "", offset: int = 0, limit: int = 100

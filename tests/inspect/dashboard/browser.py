@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from orchestrator.inspect.dashboard.app import make_app
+from orchestrator.inspect.dashboard.app import link, make_app
 from orchestrator.inspect.dashboard.auth import new_token
-from orchestrator.inspect.dashboard.serve import link
 from orchestrator.storage.files import Storage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)

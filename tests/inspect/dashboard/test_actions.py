@@ -19,8 +19,8 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.line_format import EventKind
 from orchestrator.history.numbered_files import RequestFiles
 from orchestrator.inspect.dashboard.acting import MOST_AT_ONCE, ActionJobs
-from orchestrator.inspect.dashboard.action_table import ACTIONS
 from orchestrator.inspect.dashboard.actions import (
+    ACTIONS,
     EXPIRES_S,
     ActionParameters,
     PlannedAction,

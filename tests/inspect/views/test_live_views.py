@@ -14,7 +14,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import StorageError
-from orchestrator.inspect.views.facts.files import RunFiles
+from orchestrator.inspect.views.facts.facts import RunFiles
 from orchestrator.inspect.views.run_views import PIECES_S, RunViews
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage

@@ -35,6 +35,7 @@ from orchestrator.inspect.status.snapshot import (
     level,
     verdict,
 )
+from orchestrator.inspect.views.charts import merged
 from orchestrator.inspect.views.events import LEVELS, level_of, text_of
 from orchestrator.inspect.views.facts.arrays import Pyramid
 from orchestrator.inspect.views.facts.columns import Event
@@ -42,7 +43,6 @@ from orchestrator.inspect.views.facts.facts import shorts
 from orchestrator.inspect.views.lineage_graph import lanes
 from orchestrator.inspect.views.points_table import differences
 from orchestrator.inspect.views.run_views import RunViews
-from orchestrator.inspect.views.timeline import merged
 from orchestrator.json_form import encode
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage

@@ -24,7 +24,7 @@ __all__ = ["Cut", "Format", "UserFormat", "format_of", "is_builtin", "user_forma
 
 GROUP = "orchestrator.formats"
 # formats that share the module of another one
-_MODULES = {"jsonl": "text", "lines": "text", "tsv": "csv"}
+_MODULES = {"jsonl": "text", "lines": "text", "csv": "text", "tsv": "text"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

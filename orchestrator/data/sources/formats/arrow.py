@@ -22,10 +22,10 @@ from orchestrator.data.sources.access.compressed import damage_code
 from orchestrator.data.sources.access.input_file import LocalFile, RangedReads
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
-from orchestrator.data.sources.records.column_types import columns_of, require_sound
 from orchestrator.data.sources.records.columns import read_columns, require_readable
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.plain_values import columns_of, require_sound
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

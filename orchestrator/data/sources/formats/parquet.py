@@ -16,11 +16,11 @@ from orchestrator.data.sources.access.compressed import damage_code
 from orchestrator.data.sources.access.input_file import InputFile, LocalFile, RangedReads, for_arrow
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
 from orchestrator.data.sources.lists.file_rows import Cut
-from orchestrator.data.sources.records.column_types import columns_of
 from orchestrator.data.sources.records.columns import BATCH_BYTES, read_columns, require_readable
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.records.documents import described, utf8_text
 from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.plain_values import columns_of
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

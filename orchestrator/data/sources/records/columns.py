@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
-from orchestrator.data.sources.records.column_types import (
-    columns_of,
-    is_text,
-    plain_array,
-    require_columns,
-    unreadable_type,
-)
 from orchestrator.data.sources.records.content import BadRecordError, Content
 from orchestrator.data.sources.records.documents import utf8_text
 from orchestrator.data.sources.records.line_records import Batch
-from orchestrator.data.sources.records.plain_values import is_json, parsed_json, plain_value
+from orchestrator.data.sources.records.plain_values import (
+    columns_of,
+    is_json,
+    is_text,
+    parsed_json,
+    plain_array,
+    plain_value,
+    require_columns,
+    unreadable_type,
+)
 from orchestrator.records.steps import PREFERENCE
 from orchestrator.records.tokens import Int64Array
 
