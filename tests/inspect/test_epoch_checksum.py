@@ -11,8 +11,8 @@ from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
-from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksums
+from orchestrator.inspect.audit.file_checksum import checksum_files
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.tokens import PIECE

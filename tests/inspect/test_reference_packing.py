@@ -20,10 +20,16 @@ from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.inspect.audit import audit, audit_processes, source_walk, stream_recheck
-from orchestrator.inspect.audit.checksums import epoch_checksum, file_checksum
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
-from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
+from orchestrator.inspect.audit import (
+    audit,
+    audit_processes,
+    epoch_checksum,
+    file_checksum,
+    source_walk,
+    stream_recheck,
+)
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksums
+from orchestrator.inspect.audit.file_checksum import checksum_files
 from orchestrator.inspect.audit.reference import reference_encoding, reference_windows
 from orchestrator.inspect.audit.reference import reference_packing as reference
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples

@@ -27,8 +27,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.history.sentences import count
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, EpochFiles
-from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksum, EpochFiles
+from orchestrator.inspect.audit.file_checksum import checksum_files
 from orchestrator.inspect.audit.history_parts import HistoryPart
 from orchestrator.inspect.audit.source_walk import Stretches
 from orchestrator.inspect.audit.stream_recheck import PartWalk, StepDifference

@@ -28,7 +28,7 @@ from orchestrator.inspect.audit.audit_processes import (
     files_tasks,
     num_cores,
 )
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, EpochFiles, EpochTotals
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksum, EpochFiles, EpochTotals
 from orchestrator.inspect.audit.history_parts import History
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, reference_report
 from orchestrator.inspect.audit.source_walk import SourceStretch, Stretches, at_border

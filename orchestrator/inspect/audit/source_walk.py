@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.spec import DataSpec
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums, EpochTotals
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksums, EpochTotals
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, ReferenceEncoding
 from orchestrator.inspect.audit.reference.reference_packing import (
     NO_DOCUMENT,

@@ -25,7 +25,7 @@ from orchestrator.data.tokens.encoder import Encoder, Pieces
 from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.transforms import Output, Transforms, utf8_size
 from orchestrator.errors import DataError
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum
+from orchestrator.inspect.audit.epoch_checksum import EpochChecksum
 from orchestrator.planning import order
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.tokens import Int32Array

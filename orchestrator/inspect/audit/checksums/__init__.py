@@ -1,1 +1,0 @@
-"""Order-independent checksums of records, files and epochs."""
