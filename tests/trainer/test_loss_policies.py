@@ -13,7 +13,7 @@ import pytest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.inspect.audit.audit import skipped_notes, skipped_steps, wrong_decision
-from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.interfaces.loop_interface import TrainJob
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch, trained_steps
 from tests.trainer.member import Plan, members, run_to_end, tiny_job

@@ -41,7 +41,7 @@ from orchestrator.json_form import encode, seal
 from orchestrator.records.points import Damage, FileEntry, SavedTensor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY
-from orchestrator.storage.open import above
+from orchestrator.storage.open import above, absolute
 from orchestrator.storage.tries import problem_code
 
 if TYPE_CHECKING:

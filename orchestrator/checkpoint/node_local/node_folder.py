@@ -26,7 +26,8 @@ from blake3 import blake3
 from typing_extensions import override
 
 from orchestrator.checkpoint.files.part_file import goes_on, parse_header, piece_digest, read_header
-from orchestrator.errors import OrchestratorError, ResourceError, StorageError
+from orchestrator.checkpoint.files.part_writer import PartCancelled
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError, text_of
 from orchestrator.json_form import decode, encode, seal, unseal
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage

@@ -63,8 +63,11 @@ from orchestrator.checkpoint.points.verify import POINTS
 from orchestrator.errors import BusyError, StorageError
 from orchestrator.history.claims.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.history.claims.claims import ForkedFrom
+from orchestrator.history.journal.journal_lines import DamagedLines
+from orchestrator.history.journal.line_format import EventKind
 from orchestrator.json_form import encode, seal
 from orchestrator.planning.resume.identity import RunIdentity
+from orchestrator.storage.files import Storage
 
 
 class RunStore(ClaimFiles, PointFiles, PinFiles):

@@ -37,9 +37,18 @@ from orchestrator.checkpoint.files.manifest import (
 from orchestrator.checkpoint.files.part_file import FORMAT, part_path
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.checkpoint.points import points
-from orchestrator.checkpoint.points.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit
-from orchestrator.errors import LaterFormatError, OrchestratorError
-from orchestrator.json_form import LaterSealError, SealError, decode, unseal
+from orchestrator.checkpoint.points.points import (
+    COMMIT,
+    CONFIG,
+    CURSOR,
+    DOCUMENTS,
+    RNG,
+    Commit,
+    parse_point_name,
+)
+from orchestrator.errors import LaterFormatError, OrchestratorError, StorageError
+from orchestrator.history.claims.claim_files import now_text
+from orchestrator.json_form import LaterSealError, SealError, decode, encode, seal, unseal
 from orchestrator.planning.state.state_layout import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage, FileEntry

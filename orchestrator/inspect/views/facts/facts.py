@@ -21,9 +21,9 @@ import numpy as np
 from orchestrator.checkpoint.points import verify
 from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.points import COMMIT, Commit
-from orchestrator.checkpoint.points.quarantine import Mark
 from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import Mark
 from orchestrator.errors import (
     LaterFormatError,
     OrchestratorError,
