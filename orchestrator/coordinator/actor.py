@@ -106,6 +106,8 @@ class Coordinator:
         self._damages: tuple[Damage, ...] = ()
         self._loading: dict[str, tuple[int, int]] = {}  # until the next step
         self._doing: dict[str, Doing] = {}  # of members, since the newest step
+        self._computed_with = ("", "")
+        self._kernels: bytes | None = None
         self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
 
     @property
@@ -308,6 +310,24 @@ class Coordinator:
         if record.attempt != self._attempt.number:
             return False
         return True if await self._driver.take_evaluation(record, is_last) else StillWaiting()
+
+    async def computed_with(self, launch: str, blocks: str, attention: str) -> bool:
+        """Takes how the model is computed (the event `kernels`). Returns whether its kernels are wanted."""
+        self._check(launch)
+        if self._launch.ended is None and (blocks, attention) != self._computed_with:
+            self._computed_with = blocks, attention
+            self._journal.event(EventKind.KERNELS, blocks=blocks, attention=attention)
+        return self._kernels is None
+
+    async def offer_kernels(self, launch: str, kernels: bytes) -> None:
+        """Takes compiled kernels, for workers that come later. They are kept in memory alone."""
+        self._check(launch)
+        self._kernels = kernels
+
+    async def offered_kernels(self, launch: str) -> bytes | None:
+        """Returns the compiled kernels of another worker of this launch, if one has offered them."""
+        self._check(launch)
+        return self._kernels
 
     async def callback_failed(self, launch: str, text: str, stops: bool) -> None:
         """Takes an error of a callback. `stops`: the run is to save and stop because of it."""

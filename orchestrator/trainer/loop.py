@@ -55,8 +55,9 @@ from orchestrator.trainer.interfaces.loop_interface import (
 )
 from orchestrator.trainer.interfaces.step_summary import RankContribution, RankTerms, StepSummary
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
-from orchestrator.trainer.model.blocks import compiles
+from orchestrator.trainer.model.blocks import are_compiled, compiles
 from orchestrator.trainer.model.build_model import pick_device, set_determinism
+from orchestrator.trainer.model.compiled_kernels import copies
 from orchestrator.trainer.model.model_flops import Utilisation
 from orchestrator.trainer.objective.micro_batches import NO_LOSS, StepPlace, cut
 from orchestrator.trainer.objective.objective import step_units
@@ -157,7 +158,7 @@ class _Trainer:
         self._records: list[StepRecord] = []
         self._unsaved = Unsaved()
         self._failed: TrainingError | None = None  # of the objective; it ends this member after a save
-        self._has_stepped = False
+        self._has_stepped = self._has_noted_kernels = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
         self._evaluated = -1  # the newest step that this generation, or one before it, has evaluated
@@ -257,7 +258,7 @@ class _Trainer:
             self._callbacks.enter(view, self._state.cursor, self._records)
             self._leave_failed(group)
             self._feed.open(view, self._state.cursor)
-            self._step_began = time.monotonic()
+            self._step_began, self._has_noted_kernels = time.monotonic(), False
             try:
                 self._gradient.enter(view.rank, view.world_size)
                 return self._train(group)
@@ -310,6 +311,7 @@ class _Trainer:
                     raise TrainingError(str(refused), code=refused.code) from None
                 raise self._end_of(group, str(refused), refused.code) from None
             self._has_stepped = self._all_warm = True
+            self._note_kernels(view)
             self._note_digest(group)
             self._allow(group)
             if control & SAVE:
@@ -459,6 +461,17 @@ class _Trainer:
         due = self._triggers.due(label, time.monotonic()) or self._evaluates_after(label)
         control = asked_for(wanted, due=due, is_free=self._saver.is_free, num_busy=self._num_busy)
         return control, wanted.acknowledged_step
+
+    def _note_kernels(self, view: GenerationView) -> None:
+        """Rank 0 reports after a generation's first step how the model is computed, if that was chosen."""
+        if self._has_noted_kernels or view.rank != 0:
+            return
+        self._has_noted_kernels, compiled = True, are_compiled(self._state.model)
+        if compiled or self._device.type == "cuda":
+            settings = getattr(self._state.model, "config", None)
+            attention = getattr(settings, "_attn_implementation", None) or ""
+            blocks, kernels = ("compiled", copies) if compiled else ("eager", lambda: None)
+            self._membership.computed_with(blocks, attention, kernels)
 
     def _note_digest(self, group: Group) -> None:
         """Rank 0 reports the digest of the weights every `digest_every_steps` steps."""

@@ -109,6 +109,25 @@ def test_a_member_hears_of_the_end_of_its_generation_at_once_and_of_nothing_else
     assert isinstance(asyncio.run(asyncio.wait_for(launch(), LIMIT_S)), RunOver)
 
 
+def test_how_the_model_is_computed_is_journalled_when_it_changes_and_kernels_are_for_those_who_come(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        assert await actor.offered_kernels(LAUNCH) is None
+        for _ in range(2):
+            assert await actor.computed_with(LAUNCH, "compiled", "sdpa"), "they are wanted"
+        await actor.offer_kernels(LAUNCH, b"code")
+        assert not await actor.computed_with(LAUNCH, "eager", "sdpa")
+        assert await actor.offered_kernels(LAUNCH) == b"code"
+        await actor.end("stopped", "enough")
+
+    asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    events = [event for event in read_journal(store.storage).events if event.kind == EventKind.KERNELS]
+    assert [event.fields["blocks"] for event in events] == ["compiled", "eager"]
+
+
 def test_each_evaluated_part_is_told_once_when_it_is_done(store: RunStore) -> None:
     part = EvalRecord(
         part="holdout", attempt=1, generation=1, step=50, loss=3.21, perplexity=24.779, targets=9, samples=64,

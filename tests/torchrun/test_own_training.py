@@ -16,6 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import orchestrator
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import EventKind
+from orchestrator.storage.files import Storage
 from tests.torchrun.ranks import Ranks
 
 pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.timeout(1800)]
@@ -94,6 +97,10 @@ def test_bits_do_not_depend_on_ranks_and_come_again(
     run = trained(tmp_path / "two", (2, 3), words)
     monkeypatch.chdir(tmp_path / "two")
     assert facts(run) == facts(alone)
+    events = read_journal(Storage(run.uri)).events
+    computed = [dict(event.fields) for event in events if event.kind == EventKind.KERNELS]
+    compiled = {"blocks": "compiled", "attention": "sdpa"}
+    assert computed == ([compiled, compiled] if "train.compile=blocks" in words else [])
     digests = [each.list_points()[-1]["weights_digest"] for each in (run, alone)]
     assert digests[0] == digests[1]
     columns = ["part", "step", "loss", "targets", "samples"]

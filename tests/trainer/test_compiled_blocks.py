@@ -6,8 +6,10 @@ tests/torchrun/test_own_training.py trains compiled blocks.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ import torch
 
 from orchestrator.config.sections import TrainConfig
 from orchestrator.trainer.model.blocks import BlockSettings
+from orchestrator.trainer.model.compiled_kernels import keep_privately
 
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 TRAIN = {"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 1, "lr": 0.1}
 
 
@@ -33,6 +37,82 @@ def test_what_is_compiled(compile_: str, device: str, invariant: bool, compiled:
     train = TrainConfig.model_validate({**TRAIN, "compile": compile_})
     found = BlockSettings.of(train, torch.device(device), invariant)
     assert (found.compiled, found.falls_back) == (compiled, compile_ == "auto")
+
+
+def test_kernels_are_kept_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(FOLDER, raising=False)
+    keep_privately()
+    own = Path(os.environ[FOLDER])
+    assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    keep_privately()
+    assert os.environ[FOLDER] == str(own)
+
+    own.chmod(0o777)  # somebody else may have written to it
+    monkeypatch.delenv(FOLDER)
+    keep_privately()
+    other = Path(os.environ[FOLDER])
+    assert other != own
+    assert other.stat().st_mode & 0o777 == 0o700
+    assert "drwxrwxrwx" in caplog.text
+
+    monkeypatch.setenv(FOLDER, "/their/own")
+    keep_privately()
+    assert os.environ[FOLDER] == "/their/own"
+
+
+COMPILES = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from orchestrator.trainer.model.blocks import BlockSettings, are_compiled, with_settings
+from orchestrator.trainer.model.compiled_kernels import copies, take
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+if len(sys.argv) > 2:
+    take(open(sys.argv[1], "rb").read())
+model = torch.nn.Module()
+model.blocks = torch.nn.ModuleList([Block(), Block()])
+with_settings(model, BlockSettings(compiled=True))
+for rows in (2, 2, 3, 4):
+    for block in model.blocks:
+        block(torch.ones(rows, 4)).sum().backward()
+assert are_compiled(model)
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+if len(sys.argv) == 2:
+    open(sys.argv[1], "wb").write(copies())
+"""
+
+
+@pytest.mark.chaos
+def test_a_process_on_another_machine_begins_with_the_kernels_of_this_one(tmp_path: Path) -> None:
+    def compiles(folder: str, *more: str) -> tuple[int, int, str]:
+        ended = subprocess.run(
+            [sys.executable, "-c", COMPILES, str(tmp_path / "copies"), *more],
+            env={**os.environ, FOLDER: str(tmp_path / folder)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        misses, hits = map(int, ended.stdout.split())
+        return misses, hits, ended.stderr
+
+    misses, _, said = compiles("here")
+    assert misses > 0
+    assert len(re.findall("is compiled again", said)) == 1, "one line, for all shapes and blocks"
+    assert "expected 2, actual 3" in said
+    misses, hits, _ = compiles("there", "with copies")
+    assert misses == 0
+    assert hits > 0
 
 
 WITHOUT_COMPILER = """

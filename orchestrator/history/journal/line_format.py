@@ -198,6 +198,9 @@ class EventKind(StrEnum):
     # ---- weights
     STATE_DIGEST = "state digest", "generation", "step", "weights_digest"
 
+    # ---- how the model is computed
+    KERNELS = "kernels", "blocks", "attention"  # chosen on GPUs, or compiled
+
     # ---- evaluations
     EVALUATED = (
         *("evaluated", "generation", "step", "part", "loss", "perplexity", "targets", "samples"),

@@ -39,6 +39,7 @@ _FORMS: dict[str, str] = {
     EventKind.POINT_COMMITTED: "Resume point {point} committed, written in {save_s:.1f} s",
     EventKind.EVALUATED: "Part {part} was evaluated after step {step:,}: loss {loss}",
     EventKind.STATE_DIGEST: "The weights after step {step} have the digest {weights_digest:.16}",
+    EventKind.KERNELS: "The model's blocks are {blocks}, its attention is {attention}",
     EventKind.POINT_NOT_DELETED: "Resume point {point} could not be deleted: {reason}",
     EventKind.DAMAGED_POINT: "Resume point {point} is damaged: {file} {reason}",
     EventKind.UNREADABLE_FILE: "{file} is not as it was written: {reason}",

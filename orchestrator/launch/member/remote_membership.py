@@ -265,6 +265,17 @@ class RemoteMembership:
         del view
         self._digests.put((key, weights_digest))
 
+    def computed_with(self, blocks: str, attention: str, kernels: Callable[[], bytes | None]) -> None:
+        """Reports it, and sends the kernels if they are wanted, in a thread of its own."""
+
+        def send() -> None:
+            with suppress(ElasticError):  # the calls of the loop report that no coordinator answers
+                wanted = self._ask("computed_with", self._launch, blocks, attention)
+                if wanted and (copies := kernels()) is not None:
+                    self._ask("offer_kernels", self._launch, copies)
+
+        threading.Thread(target=send, daemon=True, name="kernels").start()
+
     def evaluated(self, view: GenerationView, record: EvalRecord, is_last: bool) -> None:
         """Passes the record to the reporting thread, which sends it after those of the steps."""
         del view

@@ -249,6 +249,7 @@ def train_function(config: dict[str, Any]) -> None:
                 keep_in_storage,
             )
             from orchestrator.trainer.loop import train
+            from orchestrator.trainer.model.blocks import compiles
 
         job = _job(task)
         place = MemberAddress(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
@@ -260,6 +261,11 @@ def train_function(config: dict[str, Any]) -> None:
             keep_vote=partial(keep_in_storage, files.storage),
             is_orphaned=is_orphaned,
         )
+        if compiles(job.train, job.device == "cuda", job.invariant):
+            from orchestrator.trainer.model.compiled_kernels import take
+
+            if kernels := _ask(task, "offered_kernels"):
+                take(kernels)
         train(
             job,
             membership,

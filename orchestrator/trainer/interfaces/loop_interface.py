@@ -253,6 +253,13 @@ class Membership(Protocol):
         The report may be lost. Called by rank 0 only.
         """
 
+    def computed_with(self, blocks: str, attention: str, kernels: Callable[[], bytes | None]) -> None:
+        """Reports how the model is computed: `blocks` is `compiled` or `eager`, `attention` its name.
+
+        `kernels` returns copies of compiled kernels for later members, None if there are none. It is called
+        in a thread if they are wanted. Never blocks, and may be lost. Called by rank 0 only.
+        """
+
     def evaluated(self, view: GenerationView, record: EvalRecord, is_last: bool) -> None:
         """Reports the evaluation of one part; `is_last`: all parts are evaluated. Never blocks. Called by
         rank 0 only.

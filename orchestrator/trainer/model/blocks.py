@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from orchestrator.errors import ConfigError, TrainingError
+from orchestrator.trainer.model.compiled_kernels import keep_privately
 
 if TYPE_CHECKING:
     from orchestrator.config.sections import TrainConfig
@@ -101,19 +102,30 @@ def with_settings(model: nn.Module, settings: BlockSettings) -> Sequence[nn.Modu
     return blocks
 
 
+def are_compiled(model: nn.Module) -> bool:
+    """Whether the blocks of a model that has computed something are compiled."""
+    forwards = (getattr(block.forward, "args", (block.forward,))[0] for block in blocks_of(model))
+    return any(isinstance(forward, _Compiled) and forward.is_compiled for forward in forwards)
+
+
 class _Compiled:
     """A forward pass that is compiled for each shape of its inputs, without trying which kernel is fastest.
 
     What a process has computed before then decides no kernel, so that a process that takes the place of a
-    killed one computes the same bits.
+    killed one computes the same bits. The first time that torch compiles again, its reason is logged.
     """
+
+    _has_reported = False  # in this process
 
     def __init__(self, forward: Callable[..., Any], falls_back: bool) -> None:
         import torch._dynamo
+        from torch._dynamo.utils import guard_failures
 
+        keep_privately()
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _SHAPES)
-        self._forward, self._falls_back = forward, falls_back
+        self._forward, self._falls_back, self.is_compiled = forward, falls_back, True
+        self._reasons: list[Any] = guard_failures[getattr(forward, "__code__", None)]
         self._compiled = torch.compile(forward, dynamic=False, options={"deterministic": True})
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -121,7 +133,11 @@ class _Compiled:
         from torch._dynamo.exc import TorchDynamoException
 
         try:
-            return self._compiled(*arguments, **named)
+            computed = self._compiled(*arguments, **named)
+            if self._reasons and not _Compiled._has_reported:
+                _Compiled._has_reported = True
+                _log.warning("a block is compiled again (reported once): %s", self._reasons[0])
+            return computed
         except TorchDynamoException as error:
             text = f"a block of the model cannot be compiled: {error}"
             if not self._falls_back:
@@ -129,7 +145,7 @@ class _Compiled:
                     f"train.compile=blocks, and {text}; set train.compile=none", code="model.not_compiled"
                 ) from error
             _log.warning("%s; it is computed without (train.compile=auto)", text)
-            self._compiled = self._forward
+            self._compiled, self.is_compiled = self._forward, False
             return self._forward(*arguments, **named)
 
 
