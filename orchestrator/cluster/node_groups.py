@@ -306,11 +306,11 @@ def lean_trainer() -> Any:
             callback for callback in create(self) if type(callback) not in unused
         ]
     if (controller := CONTROLLER.found()) is not None:
-        methods["_initialize_and_run_controller"] = lambda _, **arguments: _run(controller[0](**arguments))
+        methods["_initialize_and_run_controller"] = lambda _, **named: _result_of(controller[0](**named))
     return type("LeanTrainer", trainer, methods)
 
 
-def _run(controller: Any) -> Any:
+def _result_of(controller: Any) -> Any:
     """Runs Ray Train's controller in this process. Returns its result."""
     asyncio.run(controller.run())
     return controller.get_result()

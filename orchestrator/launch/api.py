@@ -33,7 +33,7 @@ from orchestrator.launch.branch.rewind import is_rewind, rewound
 from orchestrator.launch.capacity import placement_check
 from orchestrator.launch.capacity.placement_check import with_known_shape
 from orchestrator.launch.process.launch_report import say_done_before
-from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.progress import Progress, dashboard_beside
 from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
@@ -187,7 +187,6 @@ def _claimed(at: LaunchContext, newest: int, limits: LaunchLimits, disks: NodeDi
     """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
     from orchestrator.launch.on_ray.exports import exporting
     from orchestrator.launch.on_ray.on_cluster import supervise
-    from orchestrator.launch.process.progress import dashboard_beside
 
     with at.claimed(newest) as (attempt, plan):
         spec = starting.freeze(at.job, at.storage, at.spec, attempt)

@@ -299,7 +299,7 @@ def _workers_left(status: RunStatus) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- the dashboard
-END_S = 5.0  # how long to wait for its end
+DASHBOARD_END_S = 5.0  # how long to wait for its end
 
 
 @contextmanager
@@ -308,15 +308,15 @@ def dashboard_beside(job: JobConfig, run: str, progress: Progress) -> Iterator[N
 
     The link is shown only on the screen. If it cannot be served, a line reports that and the run continues.
     """
-    process = _start(run, progress) if job.monitor.dashboard else None
+    process = _start_dashboard(run, progress) if job.monitor.dashboard else None
     try:
         yield
     finally:
         if process is not None:
-            _end(process)
+            _end_dashboard(process)
 
 
-def _start(run: str, progress: Progress) -> subprocess.Popen[str] | None:
+def _start_dashboard(run: str, progress: Progress) -> subprocess.Popen[str] | None:
     program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", run, "--until-eof"]
     try:
         process = subprocess.Popen(  # noqa: S603  our own program
@@ -328,13 +328,13 @@ def _start(run: str, progress: Progress) -> subprocess.Popen[str] | None:
             start_new_session=True,  # Ctrl-C belongs to the driver, which saves first
         )
     except OSError as error:
-        progress.say(f"warning: {_why(str(error))}")
+        progress.say(f"warning: {_why_no_dashboard(str(error))}")
         return None
-    threading.Thread(target=_announce, args=(process, progress), name="dashboard", daemon=True).start()
+    threading.Thread(target=_announce_link, args=(process, progress), name="dashboard", daemon=True).start()
     return process
 
 
-def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
+def _announce_link(process: subprocess.Popen[str], progress: Progress) -> None:
     assert process.stdout is not None, "it is a pipe"
     assert process.stderr is not None, "it is a pipe"
     link = process.stdout.readline().strip()
@@ -342,10 +342,10 @@ def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
         progress.show_secret(f"dashboard: {link}")
     said = process.stderr.read()  # until it ends
     if not link and process.stdin is not None and not process.stdin.closed:
-        progress.say(f"warning: {_why(said)}")
+        progress.say(f"warning: {_why_no_dashboard(said)}")
 
 
-def _why(said: str) -> str:
+def _why_no_dashboard(said: str) -> str:
     last = (said.strip().splitlines() or ["it ended without a word"])[-1]
     return (
         f"the dashboard was not started: {last}; the run continues without it. `orchestrator dashboard` "
@@ -353,11 +353,11 @@ def _why(said: str) -> str:
     )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end_dashboard(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     try:
-        process.wait(END_S)
+        process.wait(DASHBOARD_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

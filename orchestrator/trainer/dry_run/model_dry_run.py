@@ -89,7 +89,7 @@ def require_model(
     tokenizer has `vocab_size` ids. Returns notes. `facts`: the result of an earlier trial, if there was one.
 
     A model that the run's point was made with is not tried again. Then the user's functions are imported, and
-    the weights that workers read beside the point must be there (`start_needs`). Where the workers run on
+    the weights that workers read beside the point must be there (`lacks_weights`). Where the workers run on
     other machines than this one (not `trains_here`), these may have the weights, and a note warns.
     """
     if not is_to_try(plan):
@@ -124,6 +124,54 @@ def _require_needs(job: JobConfig, trains_here: bool) -> tuple[str, ...]:
                 raise
             return (f"warning: from here {error}",)
     return ()
+
+
+def names_functions(model: ModelConfig, train: TrainConfig) -> bool:
+    """Whether the configuration names functions of the user that training calls."""
+    named = [train.objective, train.objective_units, train.optimizer, *train.callbacks]
+    factories = [model.factory, *(frozen.factory for frozen in model.frozen.values())]
+    return any(":" in name for name in named) or any(factories)
+
+
+def import_functions(model: ModelConfig, train: TrainConfig) -> None:
+    """Imports the functions of model, objective and optimizer. This loads torch.
+
+    Raises `ConfigError` as a trial of the model does if one cannot be imported or does not take its
+    arguments.
+    """
+    from orchestrator.trainer.model.build_model import find_factory
+    from orchestrator.trainer.objective.objective import objective_of
+    from orchestrator.trainer.optimizer.optimizers import kind_of
+    from orchestrator.trainer.state.frozen_weights import naming_frozen
+
+    if model.factory is not None:
+        find_factory(model)
+    for name, frozen in model.frozen.items():
+        if frozen.factory is not None:
+            with naming_frozen(name):
+                find_factory(frozen.as_model)
+    kind_of(train.optimizer, train)
+    if train.objective != BUILT_IN:
+        objective_of(train, by_document=False, seq_len=1)
+
+
+def lacks_weights(model: ModelConfig) -> bool:
+    """Whether files are away that the workers of every start read, also of one that continues a point.
+
+    These are the weights of frozen models, the weights beside adapters, and `model.pretrained`, which says
+    what the model is. Only names are looked at. Raises `StorageError`, and `ConfigError` for a URI of another
+    kind.
+    """
+    adapted = model.lora is not None
+    read = [model if adapted else model.model_copy(update={"init_from": None})]
+    read += [frozen.as_model for frozen in model.frozen.values()]
+    return any(map(_is_away, read))
+
+
+def _is_away(model: ModelConfig) -> bool:
+    if model.pretrained is not None and not holds_model(model.pretrained):
+        return True
+    return model.init_from is not None and not holds_weights(model.init_from)
 
 
 def is_done(plan: ResumePlan) -> bool:
@@ -438,55 +486,6 @@ def _limit_memory() -> None:
             used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, hard))
-
-
-# --------------------------------------------------------------------------------------- needs of every start
-def names_functions(model: ModelConfig, train: TrainConfig) -> bool:
-    """Whether the configuration names functions of the user that training calls."""
-    named = [train.objective, train.objective_units, train.optimizer, *train.callbacks]
-    factories = [model.factory, *(frozen.factory for frozen in model.frozen.values())]
-    return any(":" in name for name in named) or any(factories)
-
-
-def import_functions(model: ModelConfig, train: TrainConfig) -> None:
-    """Imports the functions of model, objective and optimizer. This loads torch.
-
-    Raises `ConfigError` as a trial of the model does if one cannot be imported or does not take its
-    arguments.
-    """
-    from orchestrator.trainer.model.build_model import find_factory
-    from orchestrator.trainer.objective.objective import objective_of
-    from orchestrator.trainer.optimizer.optimizers import kind_of
-    from orchestrator.trainer.state.frozen_weights import naming_frozen
-
-    if model.factory is not None:
-        find_factory(model)
-    for name, frozen in model.frozen.items():
-        if frozen.factory is not None:
-            with naming_frozen(name):
-                find_factory(frozen.as_model)
-    kind_of(train.optimizer, train)
-    if train.objective != BUILT_IN:
-        objective_of(train, by_document=False, seq_len=1)
-
-
-def lacks_weights(model: ModelConfig) -> bool:
-    """Whether files are away that the workers of every start read, also of one that continues a point.
-
-    These are the weights of frozen models, the weights beside adapters, and `model.pretrained`, which says
-    what the model is. Only names are looked at. Raises `StorageError`, and `ConfigError` for a URI of another
-    kind.
-    """
-    adapted = model.lora is not None
-    read = [model if adapted else model.model_copy(update={"init_from": None})]
-    read += [frozen.as_model for frozen in model.frozen.values()]
-    return any(map(_is_away, read))
-
-
-def _is_away(model: ModelConfig) -> bool:
-    if model.pretrained is not None and not holds_model(model.pretrained):
-        return True
-    return model.init_from is not None and not holds_weights(model.init_from)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job's transformers model: configuration, attention, the model without weights, and settings of any model.
+"""A job's transformers model: configuration, attention, the model without weights, and its settings.
 
 A model that also reads images or sound nests the configuration of its language model (`text_config`). The
 language model's windows, ids and sizes are then in the nested configuration.
