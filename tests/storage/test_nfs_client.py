@@ -275,12 +275,12 @@ BYPASSES = {
     "history/journal/code_record.py": "the source files of a user's functions, found as Python finds modules",
     "history/metrics/published_folder.py": "logs in a folder of this machine, which this process writes",
     "checkpoint/export/export.py": "the folder of an export; os.rename onto one that is taken fails",
+    "checkpoint/points/model_folders.py": "the folder of a user's weights",
     "checkpoint/files/part_writer.py": "memory that processes of one machine share",
     "inspect/submitted.py": "what a process of this machine wrote; whether a listed folder exists",
     "inspect/dashboard/runs.py": "which run.json it is, after the storage said that there is one",
     "inspect/dashboard/actions.py": "whether a name is taken; the fork itself creates it exclusively",
     "inspect/dashboard/app.py": "the page's own files; whether the folder exists, after it was listed",
-    "inspect/dashboard/plans.py": "a tokenizer's folder",
 }
 BY_NAME = re.compile(
     r"os\.(stat|lstat|listdir|scandir|access|path\.(exists|lexists|isfile|isdir|getsize|getmtime))\("
@@ -292,11 +292,11 @@ def test_what_reads_runs_asks_the_storage_and_no_disk() -> None:
     package = Path(orchestrator.__file__).parent
     found = {
         str(path.relative_to(package))
-        for room in ("history", "parts", "resume", "coordinator", "elastic", "monitor", "torchrun")
+        for room in ("history", "checkpoint", "coordinator", "elastic", "inspect", "torchrun")
         for path in (package / room).rglob("*.py")
         if BY_NAME.search(path.read_text(encoding="utf-8"))
     }
-    assert found <= set(BYPASSES), "use the run's Storage, which asks an NFS server anew"
+    assert found == set(BYPASSES), "use the run's Storage, which asks an NFS server anew"
 
 
 # ------------------------------------------------------------ what it costs
