@@ -21,7 +21,7 @@ PACKAGE = Path(orchestrator.__file__).parent
 LAYERS = [
     {
         *("callbacks", "errors", "json_form", "objectives", "records", "faults", "paused_gc"),
-        *("terminal_text", "text", "user_function"),
+        *("text", "user_function"),
     },
     {"config", "storage"},
     {"planning", "cluster"},
