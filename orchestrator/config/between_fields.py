@@ -343,6 +343,20 @@ def _parallel(parallel: Any, numerics: str) -> _Wrong | None:
     )
 
 
+def _kernels(kernels: str, compiled: str, numerics: str, use_gpu: bool, factory: str | None) -> _Wrong | None:
+    if kernels != "liger":
+        return None
+    if not use_gpu or numerics == "invariant" or compiled == "blocks" or factory is not None:
+        made = "model.factory" if factory is not None else "transformers"
+        return _Wrong(
+            _CONFLICT,
+            "is liger, which needs a model of transformers on GPUs, fast numerics and blocks that are not "
+            f"compiled; the model is made by {made}, cluster.use_gpu={str(use_gpu).lower()}, "
+            f"train.numerics={numerics} and train.compile={compiled}; set it to auto",
+        )
+    return None
+
+
 # The arguments of the built-in objective: the values that each may have, and how that is said.
 _CAUSAL_LM: dict[str, tuple[Callable[[float], bool], str]] = {
     "z_loss": (lambda value: value >= 0, "a number >= 0"),
@@ -590,6 +604,13 @@ _RULES = (
     _Between(fields=("train.eps", "train.optimizer", "train.param_groups"), check=_eps),
     _Between(fields=("train.param_groups", "train.optimizer"), check=_param_groups),
     _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
+    _Between(
+        fields=(
+            *("train.kernels", "train.compile", "train.numerics", "cluster.use_gpu"),
+            "model.factory",
+        ),
+        check=_kernels,
+    ),
     _Between(fields=("cluster.num_workers",), check=_range),
     _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
     _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),

@@ -567,6 +567,11 @@ class TrainConfig(Section):
     first step of each process; last bits change. `auto`: on GPUs under fast numerics, if the model has
     blocks that can be compiled.
     """
+    kernels: Annotated[Literal["auto", "torch", "liger"], may_change("auto, torch or liger")] = "auto"
+    """`liger`: norms, rotary positions and gated layers of a transformers model are computed by liger-kernel
+    (the extra `gpu`), on GPUs under fast numerics and without compiled blocks; last bits change. `auto`:
+    `torch`, whose compiled blocks are as fast (docs/howto/speed.md).
+    """
     activation_checkpointing: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
     """`blocks`: activations inside each block of the model are not kept for backward, but computed again:
     less memory, about a third more work.

@@ -233,6 +233,7 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.parallel={shard: 4}", VALUE, ["auto, replicate, shard or {shard: n, replicate: m}"]),
         ("model.attn_implementation=flash", VALUE, ["'flash'", "auto, eager, sdpa or flex_attention"]),
         ("model={factory: 'a:b', attn_implementation: sdpa}", CONFLICT, ["is sdpa", "model.factory"]),
+        ("train.kernels=liger", CONFLICT, ["cluster.use_gpu=false", "train.compile=auto"]),
         ("model.attn_implementation=flex_attention", CONFLICT, ["a GPU and fast", "use_gpu=false"]),
         ("model.dtype=float32", UNKNOWN, ["train.precision=bf16", "train.precision=pure_bf16"]),
         ("model.torch_dtype=bf16", UNKNOWN, ["train.precision?"]),

@@ -33,16 +33,19 @@ def test_the_launch_goes_back_leaves_out_the_samples_and_ends_as_if_it_had_been_
     result = job.train(**poisoned(job, train__on_nonfinite="rewind_and_skip"))
     assert (result.outcome, result.attempt) == ("done", 2), result.reason
     assert result.consumed_samples == 16 * 8, "later samples are trained instead"
-    assert_exactly_once(job, left_out={64: (16, 16 * 32)})
-    report = job.run.audit()
-    (row,) = report["skipped_samples"]
-    assert (row["point"], row["first_index"], row["samples"]) == ("00000008-a0001-g0001", 64, 16)
+    (row,) = job.run.audit()["skipped_samples"]
+    # on a busy machine the save of step 4 may last until step 8 is over, and no other one begins
+    assert row["point"] in ("00000004-a0001-g0001", "00000008-a0001-g0001")
+    before = 8 * int(row["point"][:8])
+    assert (row["first_index"], row["samples"]) == (before, 80 - before), "up to the end of step 10"
+    left_out = {before: (80 - before, (80 - before) * 32)}
+    assert_exactly_once(job, left_out)
     ends = [e.fields for e in read_journal(Storage(job.run.uri)).events if e.kind == EventKind.END]
     assert [end["outcome"] for end in ends] == ["failed", "done"]
     # the same command continues, and skips nothing more
     result = job.train(**poisoned(job, train__on_nonfinite="rewind_and_skip", train__max_steps=18))
     assert (result.outcome, result.attempt) == ("done", 3), result.reason
-    assert_exactly_once(job, left_out={64: (16, 16 * 32)})
+    assert_exactly_once(job, left_out)
 
 
 @pytest.mark.chaos

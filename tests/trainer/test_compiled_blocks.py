@@ -10,14 +10,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from orchestrator.config.sections import TrainConfig
-from orchestrator.trainer.model.blocks import BlockSettings
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.model.blocks import BlockSettings, require_blocks, with_settings
 from orchestrator.trainer.model.compiled_kernels import keep_privately
+from tests.raising import raises
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 TRAIN = {"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 1, "lr": 0.1}
@@ -37,6 +42,39 @@ def test_what_is_compiled(compile_: str, device: str, invariant: bool, compiled:
     train = TrainConfig.model_validate({**TRAIN, "compile": compile_})
     found = BlockSettings.of(train, torch.device(device), invariant)
     assert (found.compiled, found.falls_back) == (compiled, compile_ == "auto")
+
+
+def llama(kind: str = "llama") -> Any:
+    settings = AutoConfig.for_model(
+        kind, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    return AutoModelForCausalLM.from_config(settings)
+
+
+def test_liger_is_refused_by_name_where_it_is_not_installed_or_has_nothing() -> None:
+    train = TrainConfig.model_validate({**TRAIN, "kernels": "liger"})
+    if find_spec("liger_kernel") is None:
+        with raises(ConfigError, "model.liger_not_installed", "pip install -e '.[gpu]'"):
+            require_blocks(llama(), train)
+        return
+    require_blocks(llama(), train)
+    with raises(ConfigError, "model.no_liger_kernels", "Linear"):
+        require_blocks(torch.nn.Linear(1, 1), train)
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+def test_liger_computes_norms_and_gated_layers_and_the_loss_stays_ours() -> None:
+    model = llama()
+    forward = type(model).forward
+    train = TrainConfig.model_validate({**TRAIN, "kernels": "liger"})
+    settings = BlockSettings.of(train, torch.device("cuda"), invariant=False)
+    assert (settings.liger, settings.compiled) == (True, False)
+    with_settings(model, settings)
+    layer = model.model.layers[0]
+    for module in (layer.input_layernorm, layer.mlp, model.model.norm):
+        assert "Liger" in module.forward.__func__.__qualname__
+    assert type(model).forward is forward
+    assert "forward" not in vars(model)
 
 
 def test_kernels_are_kept_where_nobody_else_can_write(

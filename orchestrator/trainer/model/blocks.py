@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,11 +33,13 @@ class BlockSettings:
     `compiled`: each block is compiled by `torch.compile`. `falls_back`: one that cannot be compiled is
     computed as it is, with a warning.
     `recomputed`: activations within a block are recomputed in backward.
+    `liger`: norms, rotary positions and gated layers are computed by liger-kernel.
     """
 
     compiled: bool = False
     falls_back: bool = False
     recomputed: bool = False
+    liger: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig, device: torch.device, invariant: bool) -> BlockSettings:
@@ -44,12 +48,15 @@ class BlockSettings:
             compiled=compiles(train, device.type == "cuda", invariant),
             falls_back=train.compile == "auto",
             recomputed=train.activation_checkpointing == "blocks",
+            liger=train.kernels == "liger",
         )
 
 
 def compiles(train: TrainConfig, on_gpu: bool, invariant: bool) -> bool:
     """Whether blocks are compiled, if the model has any."""
-    return on_gpu and not invariant if train.compile == "auto" else train.compile == "blocks"
+    if train.compile != "auto":
+        return train.compile == "blocks"
+    return on_gpu and not invariant and train.kernels != "liger"
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -74,7 +81,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def require_blocks(model: nn.Module, train: TrainConfig) -> None:
-    """Raises `ConfigError` if the configuration sets how blocks are computed, and the model has none."""
+    """Raises `ConfigError` if the configuration sets how the model is computed, and it cannot be so.
+
+    It has no blocks, or liger-kernel has nothing for it or is not installed.
+    """
+    if train.kernels == "liger":
+        _liger().require(model)
     if "blocks" in (train.compile, train.activation_checkpointing) and not blocks_of(model):
         raise ConfigError(
             f"train.compile={train.compile} and train.activation_checkpointing="
@@ -89,6 +101,8 @@ def with_settings(model: nn.Module, settings: BlockSettings) -> Sequence[nn.Modu
 
     Their names stay the same.
     """
+    if settings.liger:
+        _liger().use(model)
     blocks = blocks_of(model)
     for block in blocks:
         forward: Any = block.forward
@@ -106,6 +120,41 @@ def are_compiled(model: nn.Module) -> bool:
     """Whether the blocks of a model that has computed something are compiled."""
     forwards = (getattr(block.forward, "args", (block.forward,))[0] for block in blocks_of(model))
     return any(isinstance(forward, _Compiled) and forward.is_compiled for forward in forwards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Liger:
+    """liger-kernel, by its functions for each type of transformers model."""
+
+    functions: Mapping[str, Callable[..., None]]
+
+    def require(self, model: nn.Module) -> None:
+        """Raises `ConfigError` if it has nothing for the model."""
+        kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+        if kind not in self.functions:
+            raise ConfigError(
+                f"train.kernels=liger, but liger-kernel has no kernels for {kind}; set train.kernels=auto",
+                code="model.no_liger_kernels",
+            )
+
+    def use(self, model: Any) -> None:
+        """Changes the model in place. The loss stays this package's, which it can compute in parts, too."""
+        function = self.functions[model.config.model_type]
+        off = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        known = inspect.signature(function).parameters
+        function(model=model, **{name: value for name, value in off.items() if name in known})
+
+
+def _liger() -> _Liger:
+    try:
+        patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise ConfigError(
+            f"train.kernels=liger needs liger-kernel, which cannot be imported here ({error}); run "
+            "`pip install -e '.[gpu]'` in the checkout on every node, or set train.kernels=auto",
+            code="model.liger_not_installed",
+        ) from error
+    return _Liger(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 class _Compiled:
