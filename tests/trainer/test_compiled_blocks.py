@@ -24,6 +24,7 @@ from orchestrator.trainer.model.blocks import BlockSettings, require_blocks, wit
 from orchestrator.trainer.model.compiled_kernels import keep_privately
 from tests.raising import raises
 
+GPU = torch.device("cuda")
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 TRAIN = {"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 1, "lr": 0.1}
 
@@ -53,13 +54,14 @@ def llama(kind: str = "llama") -> Any:
 
 def test_liger_is_refused_by_name_where_it_is_not_installed_or_has_nothing() -> None:
     train = TrainConfig.model_validate({**TRAIN, "kernels": "liger"})
+    require_blocks(llama(), train, torch.device("cpu"))  # where a run is replayed
     if find_spec("liger_kernel") is None:
         with raises(ConfigError, "model.liger_not_installed", "pip install -e '.[gpu]'"):
-            require_blocks(llama(), train)
+            require_blocks(llama(), train, GPU)
         return
-    require_blocks(llama(), train)
+    require_blocks(llama(), train, GPU)
     with raises(ConfigError, "model.no_liger_kernels", "Linear"):
-        require_blocks(torch.nn.Linear(1, 1), train)
+        require_blocks(torch.nn.Linear(1, 1), train, GPU)
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
@@ -67,7 +69,7 @@ def test_liger_computes_norms_and_gated_layers_and_the_loss_stays_ours() -> None
     model = llama()
     forward = type(model).forward
     train = TrainConfig.model_validate({**TRAIN, "kernels": "liger"})
-    settings = BlockSettings.of(train, torch.device("cuda"), invariant=False)
+    settings = BlockSettings.of(train, GPU, invariant=False)
     assert (settings.liger, settings.compiled) == (True, False)
     with_settings(model, settings)
     layer = model.model.layers[0]

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 # Fields of a source that say how its records are read, besides `format`.
 _SAME_FIELDS = {"text_field", "transforms", "transform_fields", *chain(*CONTENT_SETTINGS.values())}
-_ALLOWED = ("eval.", "cluster.use_gpu", "train.micro_batch_size")
+_ALLOWED = (
+    *("eval.", "cluster.use_gpu", "train.micro_batch_size"),
+    *("train.kernels", "train.compile", "model.attn_implementation"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +86,8 @@ def evaluate(
     if wrong := [e for e in overrides if not e.strip().startswith(_ALLOWED) and not names_weights(e)]:
         raise RefusedError(
             f"{wrong[0]}: an evaluation of a point takes its configuration from the point; only eval.*, "
-            "cluster.use_gpu, train.micro_batch_size and the places of weights (model.pretrained, "
-            "model.frozen.NAME.pretrained) can be given",
+            "cluster.use_gpu, train.micro_batch_size, train.kernels, train.compile, "
+            "model.attn_implementation and the places of weights (model.pretrained, model.frozen.NAME.pretrained) can be given",
             code="command.override_not_allowed",
         )
     seen = survey(store)

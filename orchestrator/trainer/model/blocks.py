@@ -48,7 +48,7 @@ class BlockSettings:
             compiled=compiles(train, device.type == "cuda", invariant),
             falls_back=train.compile == "auto",
             recomputed=train.activation_checkpointing == "blocks",
-            liger=train.kernels == "liger",
+            liger=_has_liger(train, device),
         )
 
 
@@ -80,12 +80,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks if all(len(numbers) == 1 for numbers in owners.values()) else []
 
 
-def require_blocks(model: nn.Module, train: TrainConfig) -> None:
+def require_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -> None:
     """Raises `ConfigError` if the configuration sets how the model is computed, and it cannot be so.
 
     It has no blocks, or liger-kernel has nothing for it or is not installed.
     """
-    if train.kernels == "liger":
+    if _has_liger(train, device):
         _liger().require(model)
     if "blocks" in (train.compile, train.activation_checkpointing) and not blocks_of(model):
         raise ConfigError(
@@ -120,6 +120,11 @@ def are_compiled(model: nn.Module) -> bool:
     """Whether the blocks of a model that has computed something are compiled."""
     forwards = (getattr(block.forward, "args", (block.forward,))[0] for block in blocks_of(model))
     return any(isinstance(forward, _Compiled) and forward.is_compiled for forward in forwards)
+
+
+def _has_liger(train: TrainConfig, device: torch.device) -> bool:
+    """Whether liger-kernel is to be used. On a CPU, where a run is replayed or evaluated, it cannot be."""
+    return train.kernels == "liger" and device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True)

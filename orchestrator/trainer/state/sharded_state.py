@@ -55,7 +55,7 @@ class ShardedState(TrainState):
         self._first = FirstWeights(model, train, _CPU, invariant=False, by_name=weights_by_name)
         outline = self._first.outline() or bare_model(model, train.precision, train.seed, _CPU)
         self._skeleton = emptied(outline, _META)
-        require_blocks(self._skeleton, train)
+        require_blocks(self._skeleton, train, device)
         self.frozen: FrozenModels = FrozenShards(model, train, device)
         self.base = AdapterBase(model, train.precision, train.seed, self._skeleton)
         self._names = list(_own_tensors(self._skeleton))

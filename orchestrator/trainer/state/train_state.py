@@ -179,7 +179,7 @@ class TrainState:
         else:
             build = first_model if self._untouched else build_model
             self.model = build(model, train.precision, train.seed, device, invariant)
-        require_blocks(self.model, train)
+        require_blocks(self.model, train, device)
         with_settings(self.model, BlockSettings.of(train, device, invariant))
         self.frozen = FrozenModels(model, train, device, invariant)
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
