@@ -87,7 +87,8 @@ def evaluate(
         raise RefusedError(
             f"{wrong[0]}: an evaluation of a point takes its configuration from the point; only eval.*, "
             "cluster.use_gpu, train.micro_batch_size, train.kernels, train.compile, "
-            "model.attn_implementation and the places of weights (model.pretrained, model.frozen.NAME.pretrained) can be given",
+            "model.attn_implementation and the places of weights (model.pretrained, "
+            "model.frozen.NAME.pretrained) can be given",
             code="command.override_not_allowed",
         )
     seen = survey(store)
