@@ -470,7 +470,8 @@ class _Trainer:
         if compiled or self._device.type == "cuda":
             settings = getattr(self._state.model, "config", None)
             attention = getattr(settings, "_attn_implementation", None) or ""
-            blocks, kernels = ("compiled", copies) if compiled else ("eager", lambda: None)
+            eager = "liger" if self._job.train.kernels == "liger" else "eager"
+            blocks, kernels = ("compiled", copies) if compiled else (eager, lambda: None)
             self._membership.computed_with(blocks, attention, kernels)
 
     def _note_digest(self, group: Group) -> None:
