@@ -410,8 +410,9 @@ class _Trainer:
         train = self._job.train
         micros = cut(batch, train.micro_batch_size, view.rank, view.world_size, self._device)
         num_micro = batches.num_micro_batches(batch.step.num_samples, train.micro_batch_size)
-        terms = self._gradient.reduce(micros, num_micro, units, place)
-        return terms, self._gradient.clip(train.max_grad_norm)
+        sums = self._gradient.reduce(micros, num_micro, units, place)
+        norm = self._gradient.clip(train.max_grad_norm)
+        return sums.total(), norm  # a GPU is waited for after the norm, not before it, too
 
     def _contribution(
         self, view: GenerationView, batch: BatchSlice, terms: RankTerms, norm: float

@@ -127,7 +127,7 @@ def train_steps(
         micros = cut(batch, micro_size, rank, world_size, CPU)
         num_micro = batches.num_micro_batches(num, micro_size)
         place = StepPlace(step=len(losses) + 1, consumed_tokens=cursor.consumed_tokens)
-        terms = gradient.reduce(micros, num_micro, batch.step_targets, place)
+        terms = gradient.reduce(micros, num_micro, batch.step_targets, place).total()
         assert terms.loss is not None
         losses.append(terms.loss / 2**24 / batch.step_targets)
         norms.append(gradient.clip(job.train.max_grad_norm))

@@ -366,10 +366,10 @@ class StepReplayer:
         micros, units = cut(batch, train.micro_batch_size, 0, 1, self._device), step_units(train, batch)
         num_micro = batches.num_micro_batches(batch.step.num_samples, train.micro_batch_size)
         place = StepPlace(step=record.step, consumed_tokens=self.state.cursor.consumed_tokens)
-        terms = self._gradient.reduce(micros, num_micro, units, place)
+        sums = self._gradient.reduce(micros, num_micro, units, place)
         norm = self._gradient.clip(train.max_grad_norm)
         contribution = RankContribution(
-            terms=terms,
+            terms=sums.total(),
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=batch_digest(

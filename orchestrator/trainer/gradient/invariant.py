@@ -19,7 +19,7 @@ from typing_extensions import override
 from orchestrator.objectives import Terms
 from orchestrator.planning import batches
 from orchestrator.trainer.comm.group import collective
-from orchestrator.trainer.interfaces.step_summary import RankTerms, TermSums
+from orchestrator.trainer.interfaces.step_summary import TermSums
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.token_losses import TokenLosses
 
@@ -46,7 +46,7 @@ class Gradient(Protocol):
 
     def reduce(
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
-    ) -> RankTerms:
+    ) -> TermSums:
         """Runs this rank's micro-batches, and sums the gradients of all ranks divided by `units`.
 
         `micros` are this rank's share of the `num_micro` micro-batches of the step at `place`. Returns this
@@ -224,7 +224,7 @@ class InvariantGradient(WholeModelGradient):
     @override
     def reduce(
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
-    ) -> RankTerms:
+    ) -> TermSums:
         forget(self._parameters)  # the gradient of the previous step
         sums, tree = begun_sums(self), TreeSum()
         if micros:
@@ -245,7 +245,7 @@ class InvariantGradient(WholeModelGradient):
         self._flat = flat
         for parameter, part in zip(self._parameters, torch.split(flat, self._sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
-        return sums.total()
+        return sums
 
     @override
     def clip(self, max_norm: float | None) -> float:

@@ -36,7 +36,7 @@ from orchestrator.trainer.gradient.invariant import (
     with_token_losses,
 )
 from orchestrator.trainer.interfaces.loop_interface import TrainJob
-from orchestrator.trainer.interfaces.step_summary import RankTerms
+from orchestrator.trainer.interfaces.step_summary import TermSums
 from orchestrator.trainer.model.model_call import attend_within_documents
 from orchestrator.trainer.objective.micro_batches import NumberedMicroBatch, Objective, StepPlace
 from orchestrator.trainer.objective.objective import objective_of
@@ -131,7 +131,7 @@ class FastGradient(WholeModelGradient):
     @override
     def reduce(
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
-    ) -> RankTerms:
+    ) -> TermSums:
         del num_micro
         forget(self._parameters)
         sums = begun_sums(self)
@@ -145,7 +145,7 @@ class FastGradient(WholeModelGradient):
         else:
             empty = self.objective.empty(self._parameters[0].device)
             self._backward(empty, place, 0, last=True)
-        return sums.total()
+        return sums
 
     @override
     def clip(self, max_norm: float | None) -> float:
@@ -270,7 +270,7 @@ class ShardedGradient(Gradient):
     @override
     def reduce(
         self, micros: Sequence[NumberedMicroBatch], num_micro: int, units: float, place: StepPlace
-    ) -> RankTerms:
+    ) -> TermSums:
         """Afterwards `.grad` has only the rows that this rank holds."""
         state, sums = self._state, begun_sums(self)
         state.forget_gradients()
@@ -282,7 +282,7 @@ class ShardedGradient(Gradient):
         for _ in range(batches.micro_batches_per_rank(num_micro, self._world_size) - len(micros)):
             self._backward(empty, place, 0)
         state.take_gradients()
-        return sums.total()
+        return sums
 
     @override
     def evaluate(

@@ -254,7 +254,8 @@ class Membership(Protocol):
         """
 
     def computed_with(self, blocks: str, attention: str, kernels: Callable[[], bytes | None]) -> None:
-        """Reports how the model is computed: `blocks` is `compiled`, `liger` or `eager`.
+        """Reports how the model is computed: `blocks` is `compiled`, `liger` or `eager`, `attention` the name
+        in transformers (empty: the model of a factory).
 
         `kernels` returns copies of compiled kernels for later members, None if there are none. It is called
         in a thread if they are wanted. Never blocks, and may be lost. Called by rank 0 only.
