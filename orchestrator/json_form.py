@@ -21,13 +21,11 @@ from orchestrator.errors import LaterFormatError, OrchestratorError
 
 Record = TypeVar("Record")
 
-FORM = "storage.record_form"  # the code of the error for a value that has not the form of its record
+FORM = "storage.record_form"  # the error code of a value that does not have the form of its record
 
 
 def encode(value: Any) -> Any:
-    """`value` (a dataclass, nested) as plain JSON types. Arrays are refused: they do not go
-    into JSON.
-    """
+    """`value` (a dataclass, nested) as plain JSON types. Arrays are refused."""
     kind: Any = type(value)
     if kind in _SCALARS or value is None:
         return value
@@ -149,6 +147,7 @@ def _scalar(hint: type, value: Any, where: str) -> Any:
     return value
 
 
+# ------------------------------------------------------------------------------------------- sealed documents
 SEAL_FORMAT = 2  # of sealed documents; older ones have no number
 
 

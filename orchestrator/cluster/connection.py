@@ -2,8 +2,8 @@
 
 It connects to a cluster or starts one on this machine. It shuts down only what it started. The facts go to
 `elastic.supervision.policy`, which decides. `auth`, `health_checks` and `ask` find Ray's settings in this
-process's environment, and what answers at a cluster's address. They need no Ray, and neither read nor send a
-token.
+process's environment, and what answers at a cluster's address. They need no Ray. They neither read nor send
+a token.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ClusterConnection:
         """
         import ray
 
-        ray_inventory.check(heard or logging.getLogger(__name__).warning)
+        ray_inventory.check(heard or _log.warning)
         self.started = False
         self._heard = _RayHeard(heard) if heard is not None else None
         ensure_home()
@@ -249,8 +249,9 @@ def leaving_ray_behind() -> Iterator[None]:
 
 
 class _RayHeard(logging.Handler):
-    """Until `end`, gives a function Ray's messages to this process: errors of its cluster, which Ray 2.60
-    prints to stdout, and its loggers' errors.
+    """Passes Ray's messages to this process to a function, until `end`.
+
+    These are errors of its cluster, which Ray 2.60 prints to stdout, and errors of its loggers.
     """
 
     def __init__(self, heard: Callable[[str], None]) -> None:
@@ -418,6 +419,7 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
+# ------------------------------------------------------------------------------------- settings and addresses
 ANSWER_S = 1.0  # how long a cluster's answer is waited for
 
 
@@ -452,8 +454,9 @@ def health_checks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(address: str) -> tuple[str, float, str, bool]:
-    """(why nothing answers, seconds until it did, Ray's version there, whether it wants a token). The version
-    is known of a job server, http://HOST:8265, without a token only.
+    """(why nothing answers, seconds until it did, Ray's version there, whether it wants a token).
+
+    The version is known only of a job server (http://HOST:8265) that wants no token.
     """
     began = time.monotonic()
     if "://" not in address:

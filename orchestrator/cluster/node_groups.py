@@ -244,8 +244,8 @@ def run_group(
 ) -> None:
     """Runs `num_workers` workers on the node until their functions have returned; blocks until then.
 
-    `ray_storage` is a folder for Ray Train's own bookkeeping, which nobody reads. Empty: one of this node,
-    which is removed with the group.
+    `ray_storage` is a folder for Ray Train's own bookkeeping, which is never read. Empty: a folder of this
+    node, which is removed with the group.
 
     Ray replaces a worker that dies, without a limit. Our own failure budget (elastic.failure) sets the
     limit, because it has the progress. Raises what Ray Train raises when the group cannot continue, and

@@ -1,7 +1,8 @@
 """The coordinator actor: answers the calls of members and of the supervisor.
 
 The launch machine decides which members train and when the run ends. The commit machine decides which points
-exist. `LaunchDriver` carries these decisions out. The coordinator is not on the step path.
+exist. `LaunchDriver` carries these decisions out. The coordinator is not on the step path. `checked` decides
+whether the machine of a joining worker can take part.
 """
 
 from __future__ import annotations
@@ -289,6 +290,7 @@ class Coordinator:
             )
         return key.attempt != self._attempt.number or self._commits.is_hopeless(key, world_size)
 
+    # ------------------------------------------------------------ reports of members
     async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:
         """Takes the digest of the weights of a state. Those of older attempts are ignored."""
         self._check(launch)
@@ -507,6 +509,7 @@ def _text(key: StateKey | None) -> str:
     return key.point_name if key else ""
 
 
+# ---------------------------------------------------------------------------- the machine of a joining worker
 CLOCK_LIMIT_S = 900.0  # the clock error that the servers of buckets tolerate
 _PROBES, _PROBE_AGAIN_S = 3, 0.5  # a network file system may show a new file late
 

@@ -123,6 +123,7 @@ class FeederNotes:
         return answered
 
 
+# --------------------------------------------------------------------------------- values that are not finite
 _FIELD = "train.objective"
 
 

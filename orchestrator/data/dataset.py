@@ -47,7 +47,6 @@ from orchestrator.data.frozen import (
     DataRecord,
     FrozenData,
     LaterList,
-    Refreshing,
     frozen_sources,
     later_plan,
     later_versions,
@@ -55,6 +54,7 @@ from orchestrator.data.frozen import (
     manifest_path,
     read_frozen,
     read_later,
+    refreshing,
     write_frozen,
     write_later,
 )
@@ -190,7 +190,7 @@ def freeze_data(config: JobConfig, storage: Storage, looked_at: DataSpec) -> Dat
         lists=lists,
         tokenizer_folder=_tokenizer_at(storage),
         unfrozen=None,
-        refreshing=_refreshing(config, storage, looked_at.settings, {}),
+        refreshing=refreshing(config, storage, {}),
     )
 
 
@@ -237,17 +237,6 @@ def _frozen_at(plan: SourcePlan, settings: StreamSettings, storage: Storage) -> 
     """
     path = manifest_path(plan.source)
     return frozen_at(plan, storage, path, settings.fragment_bytes, settings.window_bytes)
-
-
-def _refreshing(
-    config: JobConfig, storage: Storage, settings: StreamSettings, bases: dict[str, str]
-) -> Refreshing | None:
-    """Where the lists of coming epochs are found, or made."""
-    if config.data.refresh is None:
-        return None
-    sizes = settings.fragment_bytes, settings.window_bytes
-    listed = tuple(listed_as(source, *sizes) for source in config.data.sources)
-    return Refreshing(storage=storage.root, sources=listed, bases=bases)
 
 
 def _frozen_list(storage: Storage, frozen: FrozenData, source: str, version: str) -> LaterList | None:
@@ -316,7 +305,7 @@ def _from_frozen(
         run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
         notes=(*facts.notes, *notes, *windows, *shared_files(spec.plans)),
         unwritten=tuple(unwritten),
-        refreshing=_refreshing(config, storage, settings, bases),
+        refreshing=refreshing(config, storage, bases),
     )
 
 
@@ -389,6 +378,7 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
     return facts.digest if same else examine(name, files, reads_chats(config)).digest
 
 
+# --------------------------------------------------------------------------------- the parts of an evaluation
 def with_parts(job: JobConfig, storage: Storage, spec: DataSpec) -> DataSpec:
     """Returns the run's data with the parts that have sources of their own, frozen or as they are now.
 

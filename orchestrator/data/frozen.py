@@ -29,6 +29,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, open_storage
 
 if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
     from orchestrator.config.sections import SourceConfig
 
 EVAL_FOLDER = "eval"  # its folders have the frozen data of parts of `eval.parts`, as those of a run
@@ -38,7 +39,6 @@ EVAL_IDENTITY = f"{_MANIFESTS}/identity.json"  # of a part; that of a run is in 
 _RECORD = f"{_MANIFESTS}/data.json"
 VERSION = 1
 RULES = 2
-_NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
 GONE, DAMAGED, LATER_FORMAT = "data.frozen_gone", "data.frozen_damaged", "storage.later_format"
 
 
@@ -91,69 +91,6 @@ def manifest_path(source: str, version: str = "") -> str:
     name contains no `@`.
     """
     return f"{_MANIFESTS}/{source}{'@' if version else ''}{version}.parquet"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaterList:
-    """A list that came after the run's first start: by a restart, a refresh, or with an added source.
-
-    `paths` are the absolute paths that it was listed by. It is one file, so it exists completely or not at
-    all.
-    """
-
-    manifest: Manifest
-    version: str
-    fragment_bytes: int
-    window_bytes: int
-    fragments_per_block: int
-    paths: tuple[str, ...]
-
-
-def write_later(storage: Storage, found: LaterList) -> LaterList:
-    """Writes the list durably, or reads the existing one.
-
-    Of all processes that ever write a version of a source, one succeeds and the others read its list (data
-    rule 24). Raises as `read_later`.
-    """
-    facts = {name: str(getattr(found, name)) for name in _NUMBERS} | {"list_version": found.version}
-    facts["paths"] = orjson.dumps(found.paths).decode()
-    path = manifest_path(found.manifest.source, found.version)
-    if storage.create(path, to_parquet(found.manifest, facts)):
-        return found
-    there = read_later(storage, found.manifest.source, found.version)
-    assert there is not None, f"{path} is taken, so it is there"
-    return there
-
-
-def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
-    """The list of this version; None if there is none.
-
-    Raises `DataIdentityError` if it is altered, or is the list of another source or version.
-    """
-    assert version, "the first list is in `read_frozen`"
-    data, where = _read(storage, path := manifest_path(source, version)), f"{storage.root}/{path}"
-    if data is None:
-        return None
-    manifest, facts = from_parquet(data, where), facts_of(data)
-    if (manifest.source, facts.get("list_version")) != (source, version):
-        raise DataIdentityError(
-            f"{where}: it is list {facts.get('list_version')!r} of source {manifest.source}, expected is "
-            f"list {version!r} of source {source}; restore the file",
-            code="data.damaged_list",
-        )
-    numbers = {name: int(facts[name]) for name in _NUMBERS}
-    paths = tuple(orjson.loads(facts["paths"]))
-    return LaterList(manifest=manifest, version=version, paths=paths, **numbers)
-
-
-def later_versions(storage: Storage) -> dict[str, tuple[str, ...]]:
-    """The versions of each source's later lists, sorted."""
-    found: dict[str, list[str]] = {}
-    for name in storage.list(_MANIFESTS):
-        source, is_later, version = name.removesuffix(".parquet").partition("@")
-        if is_later and name.endswith(".parquet"):
-            found.setdefault(source, []).append(version)
-    return {source: tuple(sorted(versions)) for source, versions in found.items()}
 
 
 def write_frozen(
@@ -308,6 +245,73 @@ def read_frozen(storage: Storage) -> FrozenData | None:
     return FrozenData(record=record, manifests=manifests, tokenizer_files=tokenizer_files)
 
 
+# -------------------------------------------------------------------------------------- lists that come later
+_NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaterList:
+    """A list that came after the run's first start: by a restart, a refresh, or with an added source.
+
+    `paths` are the absolute paths that it was listed by. It is one file, so it exists completely or not at
+    all.
+    """
+
+    manifest: Manifest
+    version: str
+    fragment_bytes: int
+    window_bytes: int
+    fragments_per_block: int
+    paths: tuple[str, ...]
+
+
+def write_later(storage: Storage, found: LaterList) -> LaterList:
+    """Writes the list durably, or reads the existing one.
+
+    Of all processes that ever write a version of a source, one succeeds and the others read its list (data
+    rule 24). Raises as `read_later`.
+    """
+    facts = {name: str(getattr(found, name)) for name in _NUMBERS} | {"list_version": found.version}
+    facts["paths"] = orjson.dumps(found.paths).decode()
+    path = manifest_path(found.manifest.source, found.version)
+    if storage.create(path, to_parquet(found.manifest, facts)):
+        return found
+    there = read_later(storage, found.manifest.source, found.version)
+    assert there is not None, f"{path} is taken, so it is there"
+    return there
+
+
+def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
+    """The list of this version; None if there is none.
+
+    Raises `DataIdentityError` if it is altered, or is the list of another source or version.
+    """
+    assert version, "the first list is in `read_frozen`"
+    data, where = _read(storage, path := manifest_path(source, version)), f"{storage.root}/{path}"
+    if data is None:
+        return None
+    manifest, facts = from_parquet(data, where), facts_of(data)
+    if (manifest.source, facts.get("list_version")) != (source, version):
+        raise DataIdentityError(
+            f"{where}: it is list {facts.get('list_version')!r} of source {manifest.source}, expected is "
+            f"list {version!r} of source {source}; restore the file",
+            code="data.damaged_list",
+        )
+    numbers = {name: int(facts[name]) for name in _NUMBERS}
+    paths = tuple(orjson.loads(facts["paths"]))
+    return LaterList(manifest=manifest, version=version, paths=paths, **numbers)
+
+
+def later_versions(storage: Storage) -> dict[str, tuple[str, ...]]:
+    """The versions of each source's later lists, sorted."""
+    found: dict[str, list[str]] = {}
+    for name in storage.list(_MANIFESTS):
+        source, is_later, version = name.removesuffix(".parquet").partition("@")
+        if is_later and name.endswith(".parquet"):
+            found.setdefault(source, []).append(version)
+    return {source: tuple(sorted(versions)) for source, versions in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """A current list: its plan, the absolute paths that it was listed by, and notes for the user."""
@@ -432,6 +436,15 @@ class Refreshing:
     def _key(self, source: str, version: str) -> _Key:
         listed = next(each for each in self.sources if each.name == source)
         return self.storage, listed, version, tuple(self.bases.items())
+
+
+def refreshing(config: JobConfig, storage: Storage, bases: dict[str, str]) -> Refreshing | None:
+    """The lists of a job's coming epochs; None if they are not refreshed. `bases` as in `Refreshing`."""
+    if config.data.refresh is None:
+        return None
+    sizes = config.data.fragment_bytes, config.data.window_bytes
+    sources = tuple(listed_as(source, *sizes) for source in config.data.sources)
+    return Refreshing(storage=storage.root, sources=sources, bases=bases)
 
 
 _Key = tuple[str, Listed, str, tuple[tuple[str, str], ...]]

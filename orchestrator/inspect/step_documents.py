@@ -148,9 +148,7 @@ def _joined(one: DocumentSpan, more: DocumentSpan) -> DocumentSpan:
     )
 
 
-# The audit's packer of whole documents, which records the documents of its last samples.
-#
-# It takes them from the chunks of the windows that it packs.
+# -------------------------------------------------------------------------------------------- whole documents
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Document:
     file: int
@@ -160,7 +158,7 @@ class _Document:
 
 
 class TracingWindows(ReferenceWindows):
-    """Keeps the content of the newest samples, for `stretches`."""
+    """The audit's packer of whole documents. Keeps the content of its newest samples, for `stretches`."""
 
     def __init__(self, chunks: Iterator[TokenChunk], cursor: SourceCursor, settings: StreamSettings) -> None:
         super().__init__(chunks, cursor, settings)

@@ -28,14 +28,11 @@ from orchestrator.inspect.status.snapshot import FAILED, STARTING
 from orchestrator.inspect.status.view import Quiet, RunView
 from orchestrator.storage.open import join, open_storage
 
-# A launch as an independent process on this machine, for `orchestrator.submit` without a cluster.
-#
-# It continues when the process that began it ends.
 _TAIL_BYTES = 64 << 10
 
 
 class LocalLaunch:
-    """`orchestrator train` as an independent process, with this process's folder and environment.
+    """`orchestrator train` as an independent process on this machine, with this one's folder and environment.
 
     Neither Ctrl-C here nor the end of this process ends it. Its output is in `folder`.
     """

@@ -72,9 +72,8 @@ class TokenChunk:
     # (num_entries,) row of its sample that the piece belongs to; None: samples have one row
     row: Int32Array | None = None
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
-    encoder_differences: tuple[
-        str, ...
-    ] = ()  # documents that the two libraries encoded differently (journalled)
+    # documents that the two libraries encoded differently (journalled)
+    encoder_differences: tuple[str, ...] = ()
     ends_window: bool
     ends_block: bool
 

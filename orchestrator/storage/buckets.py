@@ -37,41 +37,6 @@ from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.store import ObjectFacts
 from orchestrator.storage.tries import FAILED, FULL, TIMEOUT, UNREACHABLE, RequestFailedError
 
-# Removes secrets from texts of other programs, such as a server's answer or a signed address.
-#
-# It recognizes the form of credentials, and secrets in this process's environment.
-SHOWN = "***"
-_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "GCP_")
-_SECRET = re.compile(r"KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION_STRING")
-_SHORTEST = 6  # a shorter value is no secret, and occurs in many words
-_SIGNED = re.compile(
-    r"""(?ix)
-    (\b (?: sig | signature | x-(?:amz|goog)-(?:signature|credential|security-token) | sharedaccesssignature
-          | awsaccesskeyid | accountkey | aws_secret_access_key | authorization ) \b
-      (?: ["']?\s*[=:]\s*["']? | > ) (?: (?:bearer|sharedkey|aws4-hmac-sha256)\s+ )? )
-    [^\s&;,"'<>]+
-    """
-)
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]+")
-
-
-def redacted(text: str) -> str:
-    """`text` with `***` in place of signatures, and of secrets in this process's environment."""
-    for secret in _secrets():
-        text = text.replace(secret, SHOWN).replace(quote(secret, safe=""), SHOWN)
-    return _BEARER.sub(rf"\1{SHOWN}", _SIGNED.sub(rf"\1{SHOWN}", text))
-
-
-def _secrets() -> list[str]:
-    """Secrets, the longest first, because one may be a part of another."""
-    found = set[str]()
-    for name, value in os.environ.items():
-        if name.startswith(_PREFIXES) and _SECRET.search(name):
-            found.add(value)
-            found.update(part.partition("=")[2] for part in value.split(";"))
-    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
-
-
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = (*S3, *GCS, *AZURE)
 _BEGINS = re.compile(rf"\s*({'|'.join(SCHEMES)}):", re.IGNORECASE)
@@ -85,7 +50,7 @@ _KEYS = {
     "endpoint_url": "endpoint",
 }
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-_SHOWN = 300
+_MOST_SHOWN = 300  # characters of a text of the library or a server
 _SAID = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
 READING = "list and read"  # the rights of a program that reads; see `explained`
 _NO_CREDENTIALS = (
@@ -405,7 +370,7 @@ def _in_short(text: str) -> str:
     """The library's message, with the code and message of a server's document in place of the document."""
     said = ": ".join(found.strip() for _, found in _SAID.findall(text))
     before = re.split(r"<\?xml|<Error", text)[0].strip() if said else text
-    return f"{before[:_SHOWN]} {said[:_SHOWN]}" if said else text[:_SHOWN]
+    return f"{before[:_MOST_SHOWN]} {said[:_MOST_SHOWN]}" if said else text[:_MOST_SHOWN]
 
 
 def _how_to_sign(bucket: str, rights: str) -> str:
@@ -420,8 +385,8 @@ def _how_to_sign(bucket: str, rights: str) -> str:
     return f"set {names} on every machine{public}"
 
 
+# --------------------------------------------------------------------------------------------------- requests
 Result = TypeVar("Result")
-
 AT_A_TIME = 1000  # the maximum number of objects that one request lists or deletes
 _NS = 1_000_000_000
 
@@ -515,3 +480,39 @@ def facts_in(meta: Any) -> ObjectFacts:
         tag=(meta["e_tag"] or "").strip('"'),
         mtime_ns=int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000,
     )
+
+
+# ------------------------------------------------------------------------- secrets in texts of other programs
+SHOWN = "***"
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "GCP_")
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION_STRING")
+_SHORTEST = 6  # a shorter value is no secret, and occurs in many words
+_SIGNED = re.compile(
+    r"""(?ix)
+    (\b (?: sig | signature | x-(?:amz|goog)-(?:signature|credential|security-token) | sharedaccesssignature
+          | awsaccesskeyid | accountkey | aws_secret_access_key | authorization ) \b
+      (?: ["']?\s*[=:]\s*["']? | > ) (?: (?:bearer|sharedkey|aws4-hmac-sha256)\s+ )? )
+    [^\s&;,"'<>]+
+    """
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]+")
+
+
+def redacted(text: str) -> str:
+    """`text` with `***` in place of signatures, and of secrets in this process's environment.
+
+    Secrets are recognized by the form of credentials, and by the names of variables.
+    """
+    for secret in _secrets():
+        text = text.replace(secret, SHOWN).replace(quote(secret, safe=""), SHOWN)
+    return _BEARER.sub(rf"\1{SHOWN}", _SIGNED.sub(rf"\1{SHOWN}", text))
+
+
+def _secrets() -> list[str]:
+    """Secrets, the longest first, because one may be a part of another."""
+    found = set[str]()
+    for name, value in os.environ.items():
+        if name.startswith(_PREFIXES) and _SECRET.search(name):
+            found.add(value)
+            found.update(part.partition("=")[2] for part in value.split(";"))
+    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)

@@ -33,11 +33,11 @@ from orchestrator.storage.home import expanded
 from orchestrator.storage.store import AppendingStore, Listed, ObjectFacts, Pieces, Store, Traits, exact
 from orchestrator.storage.tries import tried
 
-# Writes large files past the page cache (O_DIRECT).
-#
-# A saved file is not read again soon. A copy of it in the cache would cost more CPU time than all other work
-# of a save, and would evict the training data. FastPersist (arXiv 2406.13768) writes checkpoints the same
-# way. `LocalStore` decides which files are written this way.
+# ---------------------------------------------------------------------------------------------- direct writes
+# Large files are written past the page cache (O_DIRECT). A saved file is not read again soon. A copy of it in
+# the cache would cost more CPU time than all other work of a save, and would evict the training data.
+# FastPersist (arXiv 2406.13768) writes checkpoints in the same way. `LocalStore` decides which files are
+# written this way.
 _BLOCK_BYTES = 4096  # memory, position and length must be multiples of this; of less on some systems
 _BUFFER_BYTES = 8 << 20  # stays in the CPU's cache between filling and writing
 

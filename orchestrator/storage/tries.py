@@ -64,7 +64,7 @@ _CODES = {
 }
 
 TRIES = 4
-BACKOFF = Backoff(first_s=0.2, most_s=2.0)  # of what a run stores
+_OPERATION_BACKOFF = Backoff(first_s=0.2, most_s=2.0)  # of single operations on a run's storage
 # A retry cannot help: the answer depends on the name or the rights, not on the time.
 _LASTING = frozenset(
     {
@@ -110,7 +110,7 @@ def tried(
     action: Callable[[], Result],
     sleep: Callable[[float], None],
     again_s: float = math.inf,
-    backoff: Backoff = BACKOFF,
+    backoff: Backoff = _OPERATION_BACKOFF,
     repeat: Callable[[OSError], bool] = is_temporary,
 ) -> Result:
     """Runs `action`, up to `TRIES` times while `repeat` is true of its error.

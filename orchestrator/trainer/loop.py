@@ -75,19 +75,6 @@ from orchestrator.trainer.state.sync_state import (
 from orchestrator.trainer.step_decision import StepRefused, skip_cause
 from orchestrator.trainer.weights.state_tensors import StateFiles
 
-
-# The peak memory of this process since its start: one system call, no iteration over tensors.
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the maximum of bytes in use at one time.
-
-    On a CUDA `device` it counts the tensors of this process, else the machine memory of the whole process
-    (its maximum resident set).
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports it in KiB
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -627,3 +614,14 @@ class _Trainer:
             raise LastSaveFailed(f"the save of {name} was given up; it is tried for {left_s:.0f} s more")
         state.committed = True
         return state.key
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most bytes that this process has used at one time, in one call.
+
+    On a CUDA `device` it counts the tensors of this process, else the machine memory of the whole process
+    (its maximum resident set).
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports it in KiB

@@ -105,12 +105,10 @@ def first_of(ranks: int) -> int | None:
     return (ranks & -ranks).bit_length() - 1 if ranks else None
 
 
-# What is known about ranks that have left a generation.
-#
-# It tracks whose votes will never arrive, and which ranks no longer write a part of a save.
+# --------------------------------------------------------------------------------------- ranks that have left
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepartedRanks:
-    """The departures from one generation. All fields are sets of ranks (`checkpoint.commit.pending_save`).
+    """The ranks that have left one generation. All fields are sets of ranks (`set_of`).
 
     `silent` ranks cast no vote any more, except for the save for which they are in `owed`. `quiet` ranks
     write no part any more, except of the save for which they are in `writing`. The two differ: a rank that is

@@ -3,8 +3,9 @@
 It is transformers' own format for a transformers model, plain safetensors for a factory's, and peft's for
 adapters: the folder that `PeftModel.from_pretrained` opens, or the whole model with the adapters merged. A
 folder is whole if it has EXPORT, which is written last. Every tensor's digest is verified as it is read. One
-tensor is in memory at a time; if transformers saves an architecture in another split, the tensors that belong
-together are. An export needs no GPU and no Ray. It needs torch for a transformers model, or for a `dtype`.
+tensor is in memory at a time, or those that belong together if transformers saves an architecture in another
+split. With merged adapters the whole model is. An export needs no GPU and no Ray. It needs torch for a
+transformers model, or for a `dtype`.
 """
 
 from __future__ import annotations
@@ -47,184 +48,7 @@ from orchestrator.storage.tries import problem_code
 if TYPE_CHECKING:
     from orchestrator.config.sections import LoraConfig, ModelConfig
 
-# Writes tensors into safetensors files one at a time, split into shards as transformers does.
 SHARD_BYTES = 5 * 10**9
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-Buffer = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorForm:
-    """A tensor as it is written. `dtype` is torch's name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in bytes."""
-        return num_bytes(self.dtype, self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorBatch:
-    """Tensors that are produced together: `make` returns the bytes of each of `forms`, by name."""
-
-    forms: tuple[TensorForm, ...]
-    make: Callable[[], Mapping[str, Buffer]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Their total size in bytes."""
-        return sum(form.num_bytes for form in self.forms)
-
-
-def write_tensors(
-    storage: Storage,
-    folder: str,
-    pieces: Iterable[TensorBatch],
-    shard_bytes: int = SHARD_BYTES,
-    adapters: bool = False,
-) -> list[FileEntry]:
-    """Writes new files in `folder`: `model.safetensors`, or shards of at most `shard_bytes` and their index.
-
-    peft's `adapters` are always one file, `adapter_model.safetensors`. A piece is not split. The files are
-    durable afterwards. Returns them, with paths relative to `folder`. Raises `StorageError`, and what `make`
-    raises; files may exist then.
-    """
-    # Tensors with larger numbers come first, so that every tensor is at a multiple of its number's size.
-    order = sorted(pieces, key=lambda p: (-SAFETENSORS[p.forms[0].dtype][1], p.forms[0].name))
-    shards = [order] if adapters else _shards(order, shard_bytes)
-    if len(shards) == 1:
-        return [_write_shard(storage, folder, ADAPTERS if adapters else SINGLE, shards[0])]
-    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    written = [_write_shard(storage, folder, name, s) for name, s in zip(names, shards, strict=True)]
-    total = sum(piece.num_bytes for piece in order)
-    where = {
-        form.name: name
-        for name, shard in zip(names, shards, strict=True)
-        for piece in shard
-        for form in piece.forms
-    }
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    return [*written, write_file(storage, folder, INDEX, orjson.dumps(index, option=orjson.OPT_INDENT_2))]
-
-
-def write_file(storage: Storage, folder: str, name: str, data: bytes) -> FileEntry:
-    """Writes a new, durable file in `folder`; the returned path is relative to `folder`."""
-    written = storage.write(f"{folder}/{name}" if folder else name, data)
-    storage.sync(folder)
-    return dataclasses.replace(written, path=name)
-
-
-def _shards(pieces: Sequence[TensorBatch], shard_bytes: int) -> list[list[TensorBatch]]:
-    shards: list[list[TensorBatch]] = [[]]
-    room = shard_bytes
-    for piece in pieces:
-        if shards[-1] and piece.num_bytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(piece)
-        room -= piece.num_bytes
-    return shards
-
-
-def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[TensorBatch]) -> FileEntry:
-    head = _header([form for piece in shard for form in piece.forms])
-    size = len(head) + sum(piece.num_bytes for piece in shard)
-    digest = ""
-
-    def content() -> Iterator[Buffer]:
-        nonlocal digest
-        hasher = blake3(head)
-        yield head
-        for piece in shard:
-            made = piece.make()
-            for form in piece.forms:
-                data = made[form.name]
-                assert len(data) == form.num_bytes, f"{form.name} has {len(data)} bytes, not {form.num_bytes}"
-                hasher.update(data)
-                yield data
-        digest = hasher.hexdigest()
-
-    storage.put(f"{folder}/{name}" if folder else name, content, size)
-    storage.sync(folder)
-    return FileEntry(path=name, bytes=size, digest=digest)
-
-
-def _header(forms: Iterable[TensorForm]) -> bytes:
-    """Returns the header: its length, and JSON with each tensor's place, padded with spaces to a multiple of
-    8 bytes.
-    """
-    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    at = 0
-    for form in forms:
-        dtype = SAFETENSORS[form.dtype][0]
-        content[form.name] = {
-            "dtype": dtype,
-            "shape": list(form.shape),
-            "data_offsets": [at, at + form.num_bytes],
-        }
-        at += form.num_bytes
-    text = orjson.dumps(content)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-# Reads the model's tensors of a committed point one at a time, and verifies their digests first.
-class PointTensors:
-    """The model's tensors of the point `name`. `entries` are ordered by name.
-
-    `fixed`: the digests of weights that the point was trained with and does not hold, by their fields.
-    `say` is called with the progress of reading. `averaged`: of each weight its average (`train.ema`), and
-    the other tensors as they are.
-    """
-
-    def __init__(
-        self,
-        store: RunStore,
-        name: str,
-        say: Callable[[str], None] = lambda text: None,
-        averaged: bool = False,
-    ) -> None:
-        """Raises `ResumePointError` naming the damaged file, and `RefusedError` if there are no averages."""
-        manifest = store.read_manifest(name)
-        self.name, self.fixed, self._reader = name, manifest.fixed, PointReader(store.storage, manifest)
-        averages = {of: tensor for (group, of), tensor in manifest.tensors.items() if group == EMA}
-        if averaged and not averages:
-            raise RefusedError(
-                f"resume point {name} has no averaged weights to export: it was trained with train.ema=null; "
-                "leave --ema out, or take a point that was trained with train.ema",
-                code="export.no_averages",
-            )
-        self.entries = tuple(
-            averages.get(of, tensor) if averaged else tensor
-            for (group, of), tensor in sorted(manifest.tensors.items())
-            if group == MODEL
-        )
-        self._progress = ReadingProgress(say, f"weights of {name}")
-        self._progress.expect(sum(num_bytes(entry.dtype, entry.shape) for entry in self.entries))
-
-    def read(self, entry: SavedTensor) -> bytearray:
-        """Returns the bytes of one whole tensor, in order. Raises `ResumePointError` if they are not as
-        committed.
-
-        Takes memory for it, and for at most 64 MiB of a file that it shares with others.
-        """
-        data = bytearray(num_bytes(entry.dtype, entry.shape))
-        rows = range(entry.shape[0] if entry.shape else 1)
-        try:
-            self._reader.read({(entry.group, entry.name): TensorRequest(rows=rows, target=BytesTarget(data))})
-        except PartDamage as error:
-            damage = Damage(point=self.name, file=error.file, reason=error.reason)
-            raise ResumePointError(
-                f"{damage}; restore the file, or take another point", code="point.damaged"
-            ) from error
-        self._progress.read(len(data))
-        return data
-
-
 RUN_CONFIG = "run_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -312,8 +136,7 @@ def write_export(
             raise
         raise RefusedError(
             f"{store.storage.root}: resume point {name} is gone: the run deletes older points, as "
-            "resume.keep_latest "
-            "says; export a newer one, or keep one first with `orchestrator pin`",
+            "resume.keep_latest says; export a newer one, or keep one first with `orchestrator pin`",
             code="point.deleted",
         ) from error
     run = store.read_run()
@@ -450,11 +273,57 @@ def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | 
     return {f"{name}_token_id": number for name, number in found.items()}
 
 
-# --------------------------------------------------------------------------------------------------- adapters
-ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-# peft names the tensors of a file like those of its model, without the name of the adapter.
-_ADAPTER = "default"  # as in `trainer.weights.lora`, without torch
-_COPY, _OF_PEFT, _LORA = f".modules_to_save.{_ADAPTER}.", "base_model.model.", ".lora_"
+# ------------------------------------------------------------------------------------- the tensors of a point
+class PointTensors:
+    """The model's tensors of the point `name`. `entries` are ordered by name.
+
+    `fixed`: the digests of weights that the point was trained with and does not hold, by their fields.
+    `say` is called with the progress of reading. `averaged`: of each weight its average (`train.ema`), and
+    the other tensors as they are.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        name: str,
+        say: Callable[[str], None] = lambda text: None,
+        averaged: bool = False,
+    ) -> None:
+        """Raises `ResumePointError` naming the damaged file, and `RefusedError` if there are no averages."""
+        manifest = store.read_manifest(name)
+        self.name, self.fixed, self._reader = name, manifest.fixed, PointReader(store.storage, manifest)
+        averages = {of: tensor for (group, of), tensor in manifest.tensors.items() if group == EMA}
+        if averaged and not averages:
+            raise RefusedError(
+                f"resume point {name} has no averaged weights to export: it was trained with train.ema=null; "
+                "leave --ema out, or take a point that was trained with train.ema",
+                code="export.no_averages",
+            )
+        self.entries = tuple(
+            averages.get(of, tensor) if averaged else tensor
+            for (group, of), tensor in sorted(manifest.tensors.items())
+            if group == MODEL
+        )
+        self._progress = ReadingProgress(say, f"weights of {name}")
+        self._progress.expect(sum(num_bytes(entry.dtype, entry.shape) for entry in self.entries))
+
+    def read(self, entry: SavedTensor) -> bytearray:
+        """Returns the bytes of one whole tensor, in order. Raises `ResumePointError` if they are not as
+        committed.
+
+        Takes memory for it, and for at most 64 MiB of a file that it shares with others.
+        """
+        data = bytearray(num_bytes(entry.dtype, entry.shape))
+        rows = range(entry.shape[0] if entry.shape else 1)
+        try:
+            self._reader.read({(entry.group, entry.name): TensorRequest(rows=rows, target=BytesTarget(data))})
+        except PartDamage as error:
+            damage = Damage(point=self.name, file=error.file, reason=error.reason)
+            raise ResumePointError(
+                f"{damage}; restore the file, or take another point", code="point.damaged"
+            ) from error
+        self._progress.read(len(data))
+        return data
 
 
 class Tensors(Protocol):
@@ -466,6 +335,13 @@ class Tensors(Protocol):
 
     def read(self, entry: SavedTensor) -> bytearray:
         """Returns the bytes of one whole tensor, in order."""
+
+
+# --------------------------------------------------------------------------------------------------- adapters
+ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+# peft names the tensors of a file like those of its model, without the name of the adapter.
+_ADAPTER = "default"  # as in `trainer.weights.lora`, without torch
+_COPY, _OF_PEFT, _LORA = f".modules_to_save.{_ADAPTER}.", "base_model.model.", ".lora_"
 
 
 def adapter_name(name: str) -> str:
@@ -515,3 +391,127 @@ class MergedTensors:
     def read(self, entry: SavedTensor) -> bytearray:
         """Returns the bytes of one whole tensor, in order."""
         return bytearray(self._data[entry.name])
+
+
+# ------------------------------------------------------------------------------------------ safetensors files
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorForm:
+    """A tensor as it is written. `dtype` is torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in bytes."""
+        return num_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBatch:
+    """Tensors that are produced together: `make` returns the bytes of each of `forms`, by name."""
+
+    forms: tuple[TensorForm, ...]
+    make: Callable[[], Mapping[str, Buffer]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Their total size in bytes."""
+        return sum(form.num_bytes for form in self.forms)
+
+
+def write_tensors(
+    storage: Storage,
+    folder: str,
+    pieces: Iterable[TensorBatch],
+    shard_bytes: int = SHARD_BYTES,
+    adapters: bool = False,
+) -> list[FileEntry]:
+    """Writes new files in `folder`: `model.safetensors`, or shards of at most `shard_bytes` and their index.
+
+    peft's `adapters` are always one file, `adapter_model.safetensors`. A piece is not split. The files are
+    durable afterwards. Returns them, with paths relative to `folder`. Raises `StorageError`, and what `make`
+    raises; files may exist then.
+    """
+    # Tensors with larger numbers come first, so that every tensor is at a multiple of its number's size.
+    order = sorted(pieces, key=lambda p: (-SAFETENSORS[p.forms[0].dtype][1], p.forms[0].name))
+    shards = [order] if adapters else _shards(order, shard_bytes)
+    if len(shards) == 1:
+        return [_write_shard(storage, folder, ADAPTERS if adapters else SINGLE, shards[0])]
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    written = [_write_shard(storage, folder, name, s) for name, s in zip(names, shards, strict=True)]
+    total = sum(piece.num_bytes for piece in order)
+    where = {
+        form.name: name
+        for name, shard in zip(names, shards, strict=True)
+        for piece in shard
+        for form in piece.forms
+    }
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return [*written, write_file(storage, folder, INDEX, orjson.dumps(index, option=orjson.OPT_INDENT_2))]
+
+
+def write_file(storage: Storage, folder: str, name: str, data: bytes) -> FileEntry:
+    """Writes a new, durable file in `folder`; the returned path is relative to `folder`."""
+    written = storage.write(f"{folder}/{name}" if folder else name, data)
+    storage.sync(folder)
+    return dataclasses.replace(written, path=name)
+
+
+def _shards(pieces: Sequence[TensorBatch], shard_bytes: int) -> list[list[TensorBatch]]:
+    shards: list[list[TensorBatch]] = [[]]
+    room = shard_bytes
+    for piece in pieces:
+        if shards[-1] and piece.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(piece)
+        room -= piece.num_bytes
+    return shards
+
+
+def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[TensorBatch]) -> FileEntry:
+    head = _header([form for piece in shard for form in piece.forms])
+    size = len(head) + sum(piece.num_bytes for piece in shard)
+    digest = ""
+
+    def content() -> Iterator[Buffer]:
+        nonlocal digest
+        hasher = blake3(head)
+        yield head
+        for piece in shard:
+            made = piece.make()
+            for form in piece.forms:
+                data = made[form.name]
+                assert len(data) == form.num_bytes, f"{form.name} has {len(data)} bytes, not {form.num_bytes}"
+                hasher.update(data)
+                yield data
+        digest = hasher.hexdigest()
+
+    storage.put(f"{folder}/{name}" if folder else name, content, size)
+    storage.sync(folder)
+    return FileEntry(path=name, bytes=size, digest=digest)
+
+
+def _header(forms: Iterable[TensorForm]) -> bytes:
+    """Returns the header: its length, and JSON with each tensor's place, padded with spaces to a multiple of
+    8 bytes.
+    """
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
+    at = 0
+    for form in forms:
+        dtype = SAFETENSORS[form.dtype][0]
+        content[form.name] = {
+            "dtype": dtype,
+            "shape": list(form.shape),
+            "data_offsets": [at, at + form.num_bytes],
+        }
+        at += form.num_bytes
+    text = orjson.dumps(content)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

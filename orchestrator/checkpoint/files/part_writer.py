@@ -1,4 +1,4 @@
-"""Writes a rank's parts in a separate process, which hashes them, too, and is restarted if it dies.
+"""Writes a rank's parts in a separate process, which also hashes them. It is restarted if it dies.
 
 Training thus keeps its interpreter and its memory to itself. Usage: `python -m
 orchestrator.checkpoint.files.part_writer ROOT PARENT CANCELS`.
@@ -268,7 +268,7 @@ class PartWriter:
             self._process = None
 
 
-# ----------------------------------------------------------------------------------- the process and its jobs
+# ------------------------------------------------------------------------------------------------------- jobs
 class PartCancelled(OrchestratorError):
     """The part is no longer wanted. No file of it is left."""
 
@@ -300,7 +300,7 @@ class PartJob:
     """A request to write the part of `rank` into the folder of `point`.
 
     `buffer` is a file that processes share: a path, or `/proc/<pid>/fd/<number>` of an open file without a
-    name (`memfd_create`). It must not be written to from the job's begin to its answer.
+    name (`memfd_create`). It must not be written to from the beginning of the job to its answer.
     """
 
     point: str
@@ -395,7 +395,7 @@ def _unreachable(path: str, error: OSError) -> StorageError:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------- the lines of a job and its answer
 def job_line(number: int, job: PartJob) -> bytes:
     """Encodes a job as a line of JSON."""
     parts = [

@@ -20,6 +20,7 @@ from orchestrator.planning.state.state_layout import SUM_MODULUS
 from orchestrator.storage.files import Storage
 from orchestrator.storage.parallel import at_once
 
+Result = TypeVar("Result")
 REQUEST_BYTES = 8 << 20  # the largest request, and thus the length of a buffer
 _DIRECT_BYTES = 1 << 20  # smaller pieces are read together through a buffer: one request for many
 
@@ -87,8 +88,8 @@ class _Request:
 class PieceFetcher:
     """Fetches pieces from the folder `folder` of a storage. For use by one thread.
 
-    Besides the targets it takes a buffer of 8 MiB (from `make_buffer`) for each of `at_a_time` requests, as
-    needed.
+    Besides the targets it takes a buffer of 8 MiB (from `make_buffer`) for each of at most `at_a_time`
+    requests.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class PieceFetcher:
         Raises `PartDamage` naming the first file in this order whose bytes are not the committed ones, and
         `StorageError`. Then the targets hold anything, and are not written to any more.
         """
-        requests = _requests(sorted(pieces, key=lambda piece: (piece.file, piece.start)))
+        requests = _requests(sorted(pieces, key=_by_place))
         if self._at_a_time == 1:
             for request in requests:
                 memory = self._memory(request)
@@ -178,6 +179,10 @@ def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
+def _by_place(piece: FilePiece) -> tuple[str, int]:
+    return piece.file, piece.start
+
+
 def _requests(pieces: Iterable[FilePiece]) -> Iterator[_Request]:
     for group in _together(pieces):
         first, last = group[0], group[-1]
@@ -232,13 +237,6 @@ def _give(piece: FilePiece, data: memoryview, done: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
-Result = TypeVar("Result")
-
-
-def _by_place(piece: FilePiece) -> tuple[str, int]:
-    return piece.file, piece.start
-
-
 class BytesTarget(Target):
     """A target in the memory of this process."""
 
@@ -265,9 +263,9 @@ class TensorRequest:
 class PointReader:
     """The tensors of one point, whose manifest is known to be the committed one. Safe to use from threads.
 
-    Each call takes 8 MiB of memory besides the targets. `read` from a bucket takes this for each of several
-    requests at a time (`Traits.reads_at_a_time`; from `make_buffer`). The headers of the files that were read
-    stay in memory.
+    Each call takes 8 MiB of memory besides the targets. From a bucket `read` makes several requests at a
+    time (`Traits.reads_at_a_time`), and takes 8 MiB from `make_buffer` for each. The headers of the files
+    that were read stay in memory.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ with the disk.
 
 `FolderChecks` tracks which nodes may get workers: only nodes where that folder exists or could be made. A
 node that joins later may lack the variable or the disk, and must not end a run that trains well without it.
-It is pure: the caller asks the nodes.
+It is pure: the caller asks the nodes. `PartsOnNode` writes a rank's parts there, and has another node keep
+copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import Listed, Readable
 
 NODE = "node.json"
-FORMAT = 1  # of node.json; files without it are of the first
+FORMAT = 1  # of node.json; files without a number have the first
 _ID_BYTES = 16
 _PIECE_BYTES = 8 << 20
 
@@ -257,6 +258,7 @@ def _wrong_with(storage: Storage, path: str, entry: FileEntry) -> str:
     return ""
 
 
+# -------------------------------------------------------------------------------- which nodes may get workers
 ASK_AGAIN_S = 30.0  # a node whose folder was wrong: its disk may be mounted meanwhile
 
 
@@ -311,7 +313,7 @@ class CopyTransport(Protocol):
     ) -> NodePlace | None:
         """Has another node copy a part of this one onto its disk; returns the copy's place.
 
-        `path` is in the run's folder. The copy is whole, durable and verified (`node_folder.copy_part`).
+        `path` is in the run's folder. The copy is whole, durable and verified (`copy_part`).
         Returns None if there is no other node.
 
         Raises `StorageError` if the copy failed, and what `check` raises, which is called regularly. Then the
@@ -336,7 +338,7 @@ class PartsOnNode:
     def __init__(
         self, folder: str, run: str, address: str, copies: CopyTransport, say: Callable[[str], None]
     ) -> None:
-        """`folder` is as configured, `run` as from `node_folder.run_folder`.
+        """`folder` is as configured, `run` as from `run_folder`.
 
         `address` of this node is for people. `say` is called about copies that fail. Raises `ResourceError`
         if the folder's path cannot be expanded here.

@@ -1,9 +1,9 @@
 """The layout of a run in storage, and `RunStore`, which reads and writes claims and resume points.
 
-It defines names, contents and the order of writing.
+The layout defines names, contents and the order of writing.
 
     run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
-                                   (planning.identity.RunIdentity), forked_from
+                                   (planning.resume.identity.RunIdentity), forked_from
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
     model/0001.json                see checkpoint.points.model_folders
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created

@@ -136,7 +136,7 @@ class FileRange:
 
 
 def whole(entry: FileEntry) -> FileRange:
-    """Returns a stretch that covers a file."""
+    """Returns the range of a whole file."""
     return FileRange(entry=entry, start=0, bytes=entry.bytes)
 
 

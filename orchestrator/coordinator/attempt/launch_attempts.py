@@ -309,6 +309,7 @@ def _encoders(
     return with_encoder(plan.encoders, plan.encoder, begins)
 
 
+# ------------------------------------------------------------------------- after a restart of the coordinator
 def continue_launch(
     store: RunStore, first: Attempt, host: str, faults: Hook, mine: set[int] | None = None
 ) -> Attempt:

@@ -1,5 +1,4 @@
-"""What a launch keeps of the past: its newest steps, its failures, the ranks of its members, and the losses
-by generation.
+"""The past of a launch: its newest steps, its failures, the ranks of its members, and its losses.
 
 Pure: times are seconds of one monotonic clock. The failure budget decides how many failures a run may have.
 The conclusions from ranks go to the commit machine. Members get the losses with the view of a generation

@@ -1,5 +1,4 @@
-"""What a launch is asked from outside: requests, and notices that nodes will be removed. Pure parts of the
-launch machine.
+"""Requests to a launch from outside, and notices that nodes will be removed: pure parts of its machine.
 
 A request to save is met by the first resume point that holds everything that was trained when the request was
 received. Otherwise the end of the run answers it. `elastic.drain` decides what a launch does about nodes that
@@ -143,6 +142,7 @@ def _answer(request: Request, outcome: str, text: str, point: str = "") -> Reque
     return RequestAnswer(request=request.number, what=request.what, outcome=outcome, text=text, point=point)
 
 
+# --------------------------------------------------------------------------------- nodes that will be removed
 class Leaving:
     """The notices of one attempt: those of draining nodes, and that of a stop with a deadline."""
 
@@ -183,7 +183,7 @@ class Leaving:
             actions += self._stay("it took too long")
         decided = self._draining.decide(self._rendezvous.placed, self.times.estimate_s, step_s, now)
         if decided is not None:
-            actions += self._told(decided, infos, step_s)
+            actions += self._announced(decided, infos, step_s)
         course = self._draining.course
         if course in (DrainCourse.LEAVE, DrainCourse.SAVE_AND_LEAVE):
             in_time = self._draining.in_time(self.times.estimate_s, step_s, now)
@@ -204,7 +204,9 @@ class Leaving:
         self._rendezvous.stay()
         return [Warn(text=sentences.cannot_leave(why))]
 
-    def _told(self, decided: DrainDecision, infos: Mapping[str, MemberInfo], step_s: float) -> list[Action]:
+    def _announced(
+        self, decided: DrainDecision, infos: Mapping[str, MemberInfo], step_s: float
+    ) -> list[Action]:
         hosts = [self._hosts[node] for node in decided.nodes]
         num_workers = sum(info.node_id in decided.nodes for info in infos.values())
         text = sentences.drained(decided.course, hosts, num_workers, decided.grace_s, decided.save_s)

@@ -529,6 +529,7 @@ class Feeder:
         return True
 
 
+# -------------------------------------------------------------------------------------------------- the actor
 def feeder_name(launch: str) -> str:
     """The actor's name within the launch's namespace."""
     return f"feeder-{launch}"

@@ -1,8 +1,8 @@
 """The stream that `orchestrator.open_stream` returns: canonical samples one by one, or a rank's batches.
 
 A state of the stream names lists of files. The configuration may restart or refresh sources (data rules 23
-and 24). A list comes from the stream's folder, or is made from the files as they are now. `state` decides
-whether a state may continue with these lists.
+and 24). A list comes from the stream's folder, or is made from the files as they are now. `loading.state`
+decides whether a state may continue with these lists.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from orchestrator.data.frozen import (
     GONE,
     Found,
     LaterList,
-    Refreshing,
     has_record,
     later_plan,
     listed_as,
     manifest_path,
     read_later,
+    refreshing,
     write_later,
 )
 from orchestrator.data.loading.loader import Batch, Drawing, Loader, Opened, Share, Tensors
@@ -294,23 +294,11 @@ def stream_data(config: JobConfig, reading: StreamReading, storage: Storage | No
         spec,
         sources=reading.sources,
         lists=lists,
-        refreshing=_refreshing(config, storage, found.bases),
+        refreshing=None if storage is None else refreshing(config, storage, found.bases),
         unfrozen=None,
     )
     spec = replace(spec, mixture=mixture_of(config, spec.num_bytes))
     return StreamData(spec=spec, kept=frozenset(found.kept), unwritten=tuple(found.unwritten))
-
-
-def _refreshing(config: JobConfig, storage: Storage | None, bases: dict[str, str]) -> Refreshing | None:
-    if config.data.refresh is None:
-        return None
-    assert storage is not None, "what refreshes its lists has a folder"
-    sizes = config.data.fragment_bytes, config.data.window_bytes
-    return Refreshing(
-        storage=storage.root,
-        sources=tuple(listed_as(each, *sizes) for each in config.data.sources),
-        bases=bases,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

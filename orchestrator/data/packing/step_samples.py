@@ -130,7 +130,7 @@ class StepSamples:
         return _owned(*self.rows(start, stop))
 
     def rows(self, start: int, stop: int) -> Arrays:
-        """The same arrays. Inputs and labels may be views of shared memory: do not write to them."""
+        """Like `arrays`, but inputs and labels may be views of shared memory: do not write to them."""
         return _rows(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
 
     def _cut(self, start: int, stop: int) -> dict[int, Run | PackedRun]:
@@ -431,6 +431,7 @@ def _spread(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
     return np.repeat(np.cumsum(sizes + 1) - sizes - 1, sizes), within
 
 
+# ------------------------------------------------------------------------------------------ units of the loss
 _FRACTION_BITS = 24
 _UNITS_LIMIT = 1 << 61  # of a sample's units in fixed point
 _UNITS_CODE = "objective.units"

@@ -311,6 +311,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
+# ----------------------------------------------------------------------------------- the newest list of nodes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSnapshot:
     """The `nodes` as returned by a query that began at `began`.

@@ -1,6 +1,7 @@
 """The supervisor: collects facts, asks the policy, and carries out its decisions until the run has ended.
 
-It runs in the driver. The coordinator reports the end of the run.
+It runs in the driver. The coordinator reports the end of the run. `MissedMembers` grants missing members the
+time for which a busy machine did not let them run.
 """
 
 from __future__ import annotations

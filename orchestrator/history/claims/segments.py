@@ -1,4 +1,4 @@
-"""The segments of a journal: their names, and reading and writing them, in one file or in pieces.
+"""The segments of a journal: their names, and how they are read and written, whole or in pieces.
 
 All readers get segments from here, and so does the writer:
 
@@ -192,6 +192,7 @@ def _joined(storage: Storage, pieces: Sequence[SegmentPiece], offset: int) -> by
     return b"".join(at_once(storage, lambda each: storage.read(*each), wanted))
 
 
+# ---------------------------------------------------------------------------------------------------- writing
 SEGMENT_BYTES = 16 << 20
 SEGMENT_PIECES = 256
 PIECES_EVERY_S = 5.0  # minimum interval of pieces that no process waits for: each is an object

@@ -37,7 +37,7 @@ from orchestrator.storage.files import Storage
 MIXED = "run.mixed_files"  # the code of the error for a segment of another run
 CHUNK = 8192  # lines decoded at a time
 _NEWEST = 3  # attempts checked each time; of the older ones, which are no longer written, some in turn
-_BY_TURNS = 8
+_IN_TURN = 8
 _MOST_MISSING = 10_000_000  # before a line without a checksum: its number is damaged
 
 Line = dict[str, Any]
@@ -274,8 +274,8 @@ class JournalLines:
         new = [each for each in old if each not in self._attempts]
         rest = [each for each in old if each in self._attempts]
         at = self._turn % max(1, len(rest))
-        self._turn = at + _BY_TURNS
-        return sorted({*new, *rest[at : at + _BY_TURNS], *newest})
+        self._turn = at + _IN_TURN
+        return sorted({*new, *rest[at : at + _IN_TURN], *newest})
 
     def _read(self, ref: SegmentRef, attempt: _AttemptLines, place: _Place) -> Iterator[Chunk]:
         attempt.gone = ref.gone

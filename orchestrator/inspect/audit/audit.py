@@ -32,96 +32,6 @@ from orchestrator.planning.loss_policy import SKIP_STEP, LossPolicies, judge
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import NONFINITE, LossHistory, StateKey, StepRecord
 
-
-# Checks, before an audit reads data, that its files exist.
-#
-# Reports which lists lack files, and which steps can be audited without them. `data.dataset` reports the
-# lists, the journal's cursors the epochs that were read.
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StepSpan:
-    """Steps between two cursors of the journal; `lacking`: each (source, epoch) that they need and whose list
-    lacks files.
-    """
-
-    steps: range
-    lacking: tuple[tuple[str, int], ...]
-
-
-def require_lists(spec: DataSpec, history: History, wanted: range) -> None:
-    """Raises `DataIdentityError` if steps of `wanted` were read by a list whose files are changed or gone,
-    with the steps that could be audited. What was read after the journal's last cursor shows later.
-    """
-    if not spec.lacking or not wanted:
-        return
-    stretches = [each for each in _stretches(spec, history) if _common(each.steps, wanted)]
-    lacking = dict.fromkeys(place for each in stretches for place in each.lacking)
-    if not lacking:
-        return
-    source, epoch = next(iter(lacking))
-    texts = dict.fromkeys(
-        spec.lacking[name][spec.lists_of(name).version(at)]
-        for name, at in lacking
-        if spec.lists_of(name).version(at) in spec.lacking[name]
-    )
-    more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-    could = [_steps_text(history, steps, wanted) for steps in _without(stretches, wanted)]
-    raise DataIdentityError(
-        f"nothing was compared: files of epoch {epoch} of source {source}{more}, on which these steps were "
-        "trained, have changed or are gone:\n"
-        + "\n".join(texts)
-        + "\n"
-        + (
-            f"steps that do not need them: {', '.join(f'--steps {text}' for text in could)}"
-            if could
-            else "each of these steps needs them"
-        ),
-        code="data.changed_files",
-    )
-
-
-def _stretches(spec: DataSpec, history: History) -> Iterator[_StepSpan]:
-    borders = sorted({0, *history.known, len(history.records)})
-    for first, stop in pairwise(borders):
-        begin = history.known.get(first, Cursor())
-        needed = _needed(history, first, begin, history.known.get(stop, begin))
-        yield _StepSpan(steps=range(first, stop), lacking=tuple(p for p in needed if _lacks(spec, *p)))
-
-
-def _lacks(spec: DataSpec, source: str, epoch: int) -> bool:
-    return spec.lists_of(source).version(epoch) in spec.lacking.get(source, ())
-
-
-def _needed(history: History, first: int, begin: Cursor, end: Cursor) -> Iterator[tuple[str, int]]:
-    """Each (source, epoch) that the steps from `first` on, up to the next cursor, have trained."""
-    lists = history.lists[history.records[first].attempt]
-    for source in lists.sources:
-        at, to = (cursor.sources.get(source.name, SourceCursor()) for cursor in (begin, end))
-        if not source.active or (at == to and begin != end):
-            continue  # nothing of it was trained
-        anew = begins_anew(source, at) if at != SourceCursor() else None
-        opened = at.epoch if anew is None else anew
-        yield from ((source.name, epoch) for epoch in range(opened, max(opened, to.epoch) + 1))
-
-
-def _without(stretches: list[_StepSpan], wanted: range) -> Iterator[range]:
-    """The longest stretches of the wanted steps whose files all exist."""
-    for lacks, some in groupby(stretches, key=lambda each: bool(each.lacking)):
-        listed = list(some)
-        if not lacks:
-            yield _common(range(listed[0].steps.start, listed[-1].steps.stop), wanted)
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _steps_text(history: History, steps: range, wanted: range) -> str:
-    """The steps in the form of `--steps`."""
-    to_end = steps.stop == len(history.records) == wanted.stop
-    last = "" if to_end else step_name(history.records, steps.stop - 1)
-    return f"{step_name(history.records, steps.start)}:{last}"
-
-
 _FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
 _SKIPPED = (
     "that every token was trained: {0.samples:,} samples ({0.tokens:,} tokens) from sample {1:,} on were "
@@ -134,7 +44,7 @@ _NAMED = 3  # damaged places of the journal that an audit names
 def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict[str, Any]:
     """The document of `audit --json` for the run at `uri`; see `audit_history`.
 
-    Raises as that and `run_data.trained_data`.
+    Raises as that and `trained_data`.
     """
     # before the journal is read: a point committed in between may have records that were not read
     there, foreign = store.names_and_foreign()
@@ -394,6 +304,96 @@ def _is_behind(seen: Survey, point: StateKey) -> bool:
     return point.attempt == seen.lineage.attempt and (point.attempt, point.generation) not in known
 
 
+# ---------------------------------------------------------------------------------------- files that are gone
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepSpan:
+    """Steps between two cursors of the journal; `lacking`: each (source, epoch) that they need and whose list
+    lacks files.
+    """
+
+    steps: range
+    lacking: tuple[tuple[str, int], ...]
+
+
+def require_lists(spec: DataSpec, history: History, wanted: range) -> None:
+    """Raises `DataIdentityError` if steps of `wanted` were read by a list whose files are changed or gone,
+    with the steps that could be audited.
+
+    `data.dataset` reports the lists, and the journal's cursors show which epochs were read. What was read
+    after the last cursor shows later.
+    """
+    if not spec.lacking or not wanted:
+        return
+    stretches = [each for each in _stretches(spec, history) if _common(each.steps, wanted)]
+    lacking = dict.fromkeys(place for each in stretches for place in each.lacking)
+    if not lacking:
+        return
+    source, epoch = next(iter(lacking))
+    texts = dict.fromkeys(
+        spec.lacking[name][spec.lists_of(name).version(at)]
+        for name, at in lacking
+        if spec.lists_of(name).version(at) in spec.lacking[name]
+    )
+    more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    could = [_steps_text(history, steps, wanted) for steps in _without(stretches, wanted)]
+    raise DataIdentityError(
+        f"nothing was compared: files of epoch {epoch} of source {source}{more}, on which these steps were "
+        "trained, have changed or are gone:\n"
+        + "\n".join(texts)
+        + "\n"
+        + (
+            f"steps that do not need them: {', '.join(f'--steps {text}' for text in could)}"
+            if could
+            else "each of these steps needs them"
+        ),
+        code="data.changed_files",
+    )
+
+
+def _stretches(spec: DataSpec, history: History) -> Iterator[_StepSpan]:
+    borders = sorted({0, *history.known, len(history.records)})
+    for first, stop in pairwise(borders):
+        begin = history.known.get(first, Cursor())
+        needed = _needed(history, first, begin, history.known.get(stop, begin))
+        yield _StepSpan(steps=range(first, stop), lacking=tuple(p for p in needed if _lacks(spec, *p)))
+
+
+def _lacks(spec: DataSpec, source: str, epoch: int) -> bool:
+    return spec.lists_of(source).version(epoch) in spec.lacking.get(source, ())
+
+
+def _needed(history: History, first: int, begin: Cursor, end: Cursor) -> Iterator[tuple[str, int]]:
+    """Each (source, epoch) that the steps from `first` on, up to the next cursor, have trained."""
+    lists = history.lists[history.records[first].attempt]
+    for source in lists.sources:
+        at, to = (cursor.sources.get(source.name, SourceCursor()) for cursor in (begin, end))
+        if not source.active or (at == to and begin != end):
+            continue  # nothing of it was trained
+        anew = begins_anew(source, at) if at != SourceCursor() else None
+        opened = at.epoch if anew is None else anew
+        yield from ((source.name, epoch) for epoch in range(opened, max(opened, to.epoch) + 1))
+
+
+def _without(stretches: list[_StepSpan], wanted: range) -> Iterator[range]:
+    """The longest stretches of the wanted steps whose files all exist."""
+    for lacks, some in groupby(stretches, key=lambda each: bool(each.lacking)):
+        listed = list(some)
+        if not lacks:
+            yield _common(range(listed[0].steps.start, listed[-1].steps.stop), wanted)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _steps_text(history: History, steps: range, wanted: range) -> str:
+    """The steps in the form of `--steps`."""
+    to_end = steps.stop == len(history.records) == wanted.stop
+    last = "" if to_end else step_name(history.records, steps.stop - 1)
+    return f"{step_name(history.records, steps.start)}:{last}"
+
+
+# ---------------------------------------------------------------------------------------------- skipped steps
 _NAMED_SKIPS = 5
 
 

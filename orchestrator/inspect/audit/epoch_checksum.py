@@ -1,6 +1,7 @@
 """Order-independent checksums of an epoch: the second half of an audit, which needs neither order nor packer.
 
-`EpochChecksums` counts what was trained. `file_checksum` sums up the content of the files.
+`EpochChecksums` counts what was trained, and `EpochRecords` finds a record that occurs twice in an epoch.
+`file_checksum` sums up the content of the files.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from orchestrator.records.tokens import (
 )
 
 
-# Whether an epoch held a record twice, from the places of its records, in parts that are joined.
 class EpochRecords:
-    """The records of an epoch, as one interval of places per block and file. A block's own lie side by side
-    in its files, so intervals of two blocks that overlap have a record in common.
+    """The records of an epoch, as one interval of places per block and file. A block's records lie side by
+    side in its files, so intervals of two blocks that overlap have a record in common.
 
     The first block and the newest are held record by record, because parts of them may come before or after
     (`join`).
@@ -130,8 +130,8 @@ EpochFiles = tuple[str, int, EncoderChoice]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochChecksum:
     """`documents` are those with text. The digests are sums modulo 2^64 over these, of the xxh3_64 of (file,
-    place), and of (file, place, tokens with BOS and EOS): little-endian, int64 twice and int32. Of the
-    documents of one record that come after its first, their number stands after the place, as an int64.
+    place), and of (file, place, tokens with BOS and EOS): little-endian, int64 twice and int32. For a
+    document that is not the first of its record, its number in the record follows the place, as an int64.
     """
 
     documents: int = 0

@@ -2,7 +2,8 @@
 
 `inspect.audit.stream_recheck` determines which samples were trained. `TrainedTokens` verifies their content
 independently of their packer: their labels, in order, are the trained stream and must equal the tokens of the
-chunks.
+chunks. `TrainedDocuments` does so where whole documents are packed: each document of a window must occur
+once, whole, or in stretches if it is too long.
 """
 
 from __future__ import annotations
@@ -29,181 +30,6 @@ from orchestrator.inspect.audit.reference.reference_packing import (
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows, SamplePart, content_of
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.tokens import BoolArray, Int32Array, TokenChunk
-
-# Of each part of a unit (`reference_windows.WindowContent`): its tokens, and which labels are masked.
-_Held = list[tuple[Int32Array, BoolArray]]
-
-
-# Verifies the content of samples where whole documents are packed, independently of their packer.
-#
-# Each document of a window must occur once: whole, or in stretches if it is too long.
-class _Expected:
-    """A window's units that no sample has held yet."""
-
-    def __init__(
-        self, chunks: list[TokenChunk], seq_len: int, long_document: str, rows_per_sample: int
-    ) -> None:
-        content = content_of(chunks, seq_len, long_document, rows_per_sample)
-        self.unpacked = content.without_target, content.too_long
-        self.num_left = self.num_units = len(content.units)
-        self._left: dict[tuple[bytes, ...], list[list[SamplePart]]] = defaultdict(list)
-        for unit in content.units:
-            self._left[tuple(part.tokens.tobytes() for part in unit)].append(unit)
-
-    def take(self, held: _Held) -> str | None:
-        """Takes what a sample holds. Returns why it should not hold that; None if it should."""
-        found = self._left.get(tuple(tokens.tobytes() for tokens, _ in held))
-        if found is None:
-            return "are no document, nor a stretch of one that is too long"
-        if not found:
-            return "are a document that was trained already"
-        here = next((i for i, unit in enumerate(found) if _has_masks(unit, held)), None)
-        if here is None:
-            return "are a document with another loss mask"
-        found.pop(here)
-        self.num_left -= 1
-        return None
-
-
-def _has_masks(unit: Sequence[SamplePart], held: _Held) -> bool:
-    masks = zip(unit, held, strict=True)
-    return all(np.array_equal(~part.loss[1:], masked) for part, (_, masked) in masks)
-
-
-class TrainedDocuments:
-    """The samples from a cursor on, in order, compared with the chunks that they are made of.
-
-    Of the first window `packs_before` packs lie before the cursor; `pass_over` takes them, too. `checksums`
-    counts a window when all its documents have been in samples. It also counts, by epoch, the documents that
-    were in no pack: those without a target, and those that were too long.
-    """
-
-    def __init__(self, packs_before: int, long_document: str, rows_per_sample: int = 1) -> None:
-        self.checksums = EpochChecksums()
-        self._partial, self._long_document = packs_before > 0, long_document
-        self._rows_per_sample = rows_per_sample
-        self._coming: list[TokenChunk] = []
-        self._windows: deque[list[TokenChunk]] = deque()  # whose documents are not all trained
-        self._expected: _Expected | None = None  # of the first of them
-        self._seq_len = 0
-
-    def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
-        """Passes on the chunks, and notes them."""
-        for chunk in chunks:
-            self._coming.append(chunk)
-            if chunk.ends_window:
-                self._windows.append(self._coming)
-                self._coming = []
-            yield chunk
-
-    def add(self, samples: Samples, num_tokens: int) -> str | None:
-        """Adds the samples of the next step. Returns a fault in them, or None.
-
-        Document ids begin at 0 and rise by 1 at a time. Padding is at the end and in all three arrays alike.
-        Labels are the inputs one token further within a document. Each document is the window's. Of samples
-        with several rows, that holds for each row, which has one document.
-        """
-        del num_tokens
-        self._seq_len = samples.input_ids.shape[1]
-        num_rows = self._rows_per_sample
-        columns = (samples.input_ids, samples.labels, samples.document_ids, samples.masked)
-        for sample in zip(*(column.reshape(len(column), num_rows, -1) for column in columns), strict=True):
-            rows = [_documents_in(number, *row) for number, row in enumerate(zip(*sample, strict=True))]
-            if (fault := next((row for row in rows if isinstance(row, str)), None)) is not None:
-                return fault
-            held = [row for row in rows if not isinstance(row, str)]
-            if num_rows > 1 and any(len(row) != 1 for row in held):
-                return "a row of its samples does not hold one document"
-            for unit in [[each] for each in held[0]] if num_rows == 1 else [[row[0] for row in held]]:
-                if reason := self._take(unit):
-                    return reason
-        return None
-
-    def pass_over(self, packs: Sequence[Sequence[SamplePart]], seq_len: int) -> str | None:
-        """Takes the packs that lie before the cursor in its window. The digest in the cursor shows that they
-        were trained. Returns a fault in them, or None.
-        """
-        if packs:
-            self._seq_len, self._partial = seq_len, False
-        for pack in packs:
-            parts = [(part.tokens, ~part.loss[1:]) for part in pack]
-            for unit in [[part] for part in parts] if self._rows_per_sample == 1 else [parts]:
-                if reason := self._take(unit):
-                    return reason
-        return None
-
-    def border(self, at: SourceCursor) -> None:
-        """Counts what lies before the window of `at`, if it is not counted yet. A stretch that begins there
-        counts that window and what follows.
-        """
-        self._pass_done((at.epoch, at.block, at.window))
-
-    def end(self) -> str | None:
-        """Counts all that was trained, after the last step and `border`. `add` and the sums report faults."""
-        expected = self._pass_done()
-        if expected is not None and expected.num_left < expected.num_units:
-            for chunk in self._windows[0]:
-                self.checksums.note_records(chunk)
-        return None
-
-    def _take(self, held: _Held) -> str | None:
-        expected = self._pass_done()
-        if expected is None:
-            return "it has more documents than the windows that were read"
-        reason = expected.take(held)
-        if reason is not None and self._partial:  # the rest of the first window was trained before
-            self._windows.popleft()
-            self._expected, self._partial = None, False
-            return self._take(held)
-        if reason is None:
-            return None
-        at, num = self._windows[0][0], sum(len(tokens) for tokens, _ in held)
-        return (
-            f"{num} tokens of a sample {reason}, in epoch {at.epoch}, block {at.block}, window {at.window}"
-        )
-
-    def _pass_done(self, before: tuple[int, int, int] | None = None) -> _Expected | None:
-        """Counts the windows (those `before`: epoch, block, window) of which all is trained; the next one."""
-        while self._windows:
-            first = self._windows[0][0]
-            if before is not None and (first.epoch, first.block, first.window) >= before:
-                return None
-            if self._expected is None:
-                self._expected = _Expected(
-                    self._windows[0], self._seq_len, self._long_document, self._rows_per_sample
-                )
-            if self._expected.num_left:
-                return self._expected
-            for chunk in self._windows.popleft():
-                self.checksums.note_records(chunk)
-                if not self._partial:
-                    self.checksums.count(chunk, chunk.tokens)
-            if not self._partial:
-                unpacked = self.checksums.totals.unpacked
-                more, so_far = self._expected.unpacked, unpacked[first.epoch]
-                unpacked[first.epoch] = so_far[0] + more[0], so_far[1] + more[1]
-            self._expected, self._partial = None, False
-        return None
-
-
-def _documents_in(
-    first: int, inputs: Int32Array, labels: Int32Array, documents: Int32Array, masked: BoolArray
-) -> _Held | str:
-    """The documents of a row, whose ids begin at `first`. A text is the fault in the row."""
-    num = int((documents != NO_DOCUMENT).sum())
-    rises = np.diff(documents[:num], prepend=first)
-    if not num or not np.isin(rises, (0, 1)).all() or rises[0]:
-        return "its document ids do not count 0, 1, … in each sample"
-    behind = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET)
-    if not behind.all() or (documents[num:] != NO_DOCUMENT).any() or (labels[:num] < 0).any():
-        return "padding is not all that follows the last document of a sample"
-    borders, found = [0, *np.flatnonzero(rises).tolist(), num], _Held()
-    for start, stop in zip(borders, borders[1:], strict=False):
-        if (inputs[start + 1 : stop] != labels[start : stop - 1]).any():
-            return "its labels are not its inputs one token further within a document"
-        tokens = np.append(inputs[start:stop], labels[stop - 1]).astype(np.int32)
-        found.append((tokens, masked[start:stop]))
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,6 +132,7 @@ def at_border(cursor: SourceCursor) -> bool:
     return not any((*place, cursor.packs))
 
 
+# --------------------------------------------------------------------------------- tokens one after the other
 _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or not a document begins there
 
 
@@ -493,3 +320,177 @@ def _begins(documents: Int32Array, num: int, seq_len: int) -> npt.NDArray[np.int
     begins[:, :-1] = rises
     begins[-1, last - 1] = _UNKNOWN
     return begins.reshape(-1)[:num]
+
+
+# -------------------------------------------------------------------------------------------- whole documents
+# Of each part of a unit (`reference_windows.WindowContent`): its tokens, and which labels are masked.
+_Held = list[tuple[Int32Array, BoolArray]]
+
+
+class _Expected:
+    """A window's units that no sample has held yet."""
+
+    def __init__(
+        self, chunks: list[TokenChunk], seq_len: int, long_document: str, rows_per_sample: int
+    ) -> None:
+        content = content_of(chunks, seq_len, long_document, rows_per_sample)
+        self.unpacked = content.without_target, content.too_long
+        self.num_left = self.num_units = len(content.units)
+        self._left: dict[tuple[bytes, ...], list[list[SamplePart]]] = defaultdict(list)
+        for unit in content.units:
+            self._left[tuple(part.tokens.tobytes() for part in unit)].append(unit)
+
+    def take(self, held: _Held) -> str | None:
+        """Takes what a sample holds. Returns why it should not hold that; None if it should."""
+        found = self._left.get(tuple(tokens.tobytes() for tokens, _ in held))
+        if found is None:
+            return "are no document, nor a stretch of one that is too long"
+        if not found:
+            return "are a document that was trained already"
+        here = next((i for i, unit in enumerate(found) if _has_masks(unit, held)), None)
+        if here is None:
+            return "are a document with another loss mask"
+        found.pop(here)
+        self.num_left -= 1
+        return None
+
+
+def _has_masks(unit: Sequence[SamplePart], held: _Held) -> bool:
+    masks = zip(unit, held, strict=True)
+    return all(np.array_equal(~part.loss[1:], masked) for part, (_, masked) in masks)
+
+
+class TrainedDocuments:
+    """The samples from a cursor on, in order, compared with the chunks that they are made of.
+
+    Of the first window `packs_before` packs lie before the cursor; `pass_over` takes them, too. `checksums`
+    counts a window when all its documents have been in samples. It also counts, by epoch, the documents that
+    were in no pack: those without a target, and those that were too long.
+    """
+
+    def __init__(self, packs_before: int, long_document: str, rows_per_sample: int = 1) -> None:
+        self.checksums = EpochChecksums()
+        self._partial, self._long_document = packs_before > 0, long_document
+        self._rows_per_sample = rows_per_sample
+        self._coming: list[TokenChunk] = []
+        self._windows: deque[list[TokenChunk]] = deque()  # whose documents are not all trained
+        self._expected: _Expected | None = None  # of the first of them
+        self._seq_len = 0
+
+    def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
+        """Passes on the chunks, and notes them."""
+        for chunk in chunks:
+            self._coming.append(chunk)
+            if chunk.ends_window:
+                self._windows.append(self._coming)
+                self._coming = []
+            yield chunk
+
+    def add(self, samples: Samples, num_tokens: int) -> str | None:
+        """Adds the samples of the next step. Returns a fault in them, or None.
+
+        Document ids begin at 0 and rise by 1 at a time. Padding is at the end and in all three arrays alike.
+        Labels are the inputs one token further within a document. Each document is the window's. Of samples
+        with several rows, that holds for each row, which has one document.
+        """
+        del num_tokens
+        self._seq_len = samples.input_ids.shape[1]
+        num_rows = self._rows_per_sample
+        columns = (samples.input_ids, samples.labels, samples.document_ids, samples.masked)
+        for sample in zip(*(column.reshape(len(column), num_rows, -1) for column in columns), strict=True):
+            rows = [_documents_in(number, *row) for number, row in enumerate(zip(*sample, strict=True))]
+            if (fault := next((row for row in rows if isinstance(row, str)), None)) is not None:
+                return fault
+            held = [row for row in rows if not isinstance(row, str)]
+            if num_rows > 1 and any(len(row) != 1 for row in held):
+                return "a row of its samples does not hold one document"
+            for unit in [[each] for each in held[0]] if num_rows == 1 else [[row[0] for row in held]]:
+                if reason := self._take(unit):
+                    return reason
+        return None
+
+    def pass_over(self, packs: Sequence[Sequence[SamplePart]], seq_len: int) -> str | None:
+        """Takes the packs that lie before the cursor in its window. The digest in the cursor shows that they
+        were trained. Returns a fault in them, or None.
+        """
+        if packs:
+            self._seq_len, self._partial = seq_len, False
+        for pack in packs:
+            parts = [(part.tokens, ~part.loss[1:]) for part in pack]
+            for unit in [[part] for part in parts] if self._rows_per_sample == 1 else [parts]:
+                if reason := self._take(unit):
+                    return reason
+        return None
+
+    def border(self, at: SourceCursor) -> None:
+        """Counts what lies before the window of `at`, if it is not counted yet. A stretch that begins there
+        counts that window and what follows.
+        """
+        self._pass_done((at.epoch, at.block, at.window))
+
+    def end(self) -> str | None:
+        """Counts all that was trained, after the last step and `border`. `add` and the sums report faults."""
+        expected = self._pass_done()
+        if expected is not None and expected.num_left < expected.num_units:
+            for chunk in self._windows[0]:
+                self.checksums.note_records(chunk)
+        return None
+
+    def _take(self, held: _Held) -> str | None:
+        expected = self._pass_done()
+        if expected is None:
+            return "it has more documents than the windows that were read"
+        reason = expected.take(held)
+        if reason is not None and self._partial:  # the rest of the first window was trained before
+            self._windows.popleft()
+            self._expected, self._partial = None, False
+            return self._take(held)
+        if reason is None:
+            return None
+        at, num = self._windows[0][0], sum(len(tokens) for tokens, _ in held)
+        return (
+            f"{num} tokens of a sample {reason}, in epoch {at.epoch}, block {at.block}, window {at.window}"
+        )
+
+    def _pass_done(self, before: tuple[int, int, int] | None = None) -> _Expected | None:
+        """Counts the windows (those `before`: epoch, block, window) of which all is trained; the next one."""
+        while self._windows:
+            first = self._windows[0][0]
+            if before is not None and (first.epoch, first.block, first.window) >= before:
+                return None
+            if self._expected is None:
+                self._expected = _Expected(
+                    self._windows[0], self._seq_len, self._long_document, self._rows_per_sample
+                )
+            if self._expected.num_left:
+                return self._expected
+            for chunk in self._windows.popleft():
+                self.checksums.note_records(chunk)
+                if not self._partial:
+                    self.checksums.count(chunk, chunk.tokens)
+            if not self._partial:
+                unpacked = self.checksums.totals.unpacked
+                more, so_far = self._expected.unpacked, unpacked[first.epoch]
+                unpacked[first.epoch] = so_far[0] + more[0], so_far[1] + more[1]
+            self._expected, self._partial = None, False
+        return None
+
+
+def _documents_in(
+    first: int, inputs: Int32Array, labels: Int32Array, documents: Int32Array, masked: BoolArray
+) -> _Held | str:
+    """The documents of a row, whose ids begin at `first`. A text is the fault in the row."""
+    num = int((documents != NO_DOCUMENT).sum())
+    rises = np.diff(documents[:num], prepend=first)
+    if not num or not np.isin(rises, (0, 1)).all() or rises[0]:
+        return "its document ids do not count 0, 1, … in each sample"
+    behind = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET)
+    if not behind.all() or (documents[num:] != NO_DOCUMENT).any() or (labels[:num] < 0).any():
+        return "padding is not all that follows the last document of a sample"
+    borders, found = [0, *np.flatnonzero(rises).tolist(), num], _Held()
+    for start, stop in zip(borders, borders[1:], strict=False):
+        if (inputs[start + 1 : stop] != labels[start : stop - 1]).any():
+            return "its labels are not its inputs one token further within a document"
+        tokens = np.append(inputs[start:stop], labels[stop - 1]).astype(np.int32)
+        found.append((tokens, masked[start:stop]))
+    return found

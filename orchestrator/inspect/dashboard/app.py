@@ -211,7 +211,8 @@ def add_stream(app: FastAPI, runs: Runs, closing: Closing, every_s: float) -> No
         )
 
 
-# The page's own files, read once, which a browser gets without a token. No request's path reaches a disk.
+# ------------------------------------------------------------------------------------------- the page's files
+# They are read once. A browser gets them without a token. No request's path reaches a disk.
 _SHOWN = (".html", ".js", ".css", ".txt")
 _YEAR = "public, max-age=31536000, immutable"  # a vendored file's name has its version
 
@@ -267,6 +268,7 @@ def _read(name: str, file: Traversable) -> PageFile:
     )
 
 
+# -------------------------------------------------------------------------------------------- the application
 _CODES: dict[int | str, str] = {
     401: "no token, or a wrong one",
     403: "another host or origin",
@@ -360,6 +362,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     return error_response(Problem(status=500, code="internal.page", text=text))
 
 
+# ------------------------------------------------------------------------------------------------- the server
 _END_S = 2.0  # how long the end waits for unfinished answers
 
 
@@ -402,11 +405,11 @@ def serve(
             f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder",
             code="storage.not_found",
         )
-    shown = where if where.folder is None else where.beside(str(where.folder.resolve()))
+    resolved = where if where.folder is None else where.beside(str(where.folder.resolve()))
     listening = _listen(host, port)
     token, closing = new_token(), threading.Event()
     config = uvicorn.Config(
-        make_app(shown, token, host, closing=closing, every_s=every_s),
+        make_app(resolved, token, host, closing=closing, every_s=every_s),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -49,14 +49,13 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import EvalRecord
 
 
-# Determines for a quick look which steps in a run's journal are no longer steps of the run.
-#
-# It reads only claims that are newer than these steps, the newest first. `history.claims.lineage` has the
-# whole history.
 class RewoundSteps:
     """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
     `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
     again.
+
+    Reads only claims that are newer than the step, the newest first. `history.claims.lineage` has the whole
+    history.
     """
 
     def __init__(self, store: RunStore) -> None:

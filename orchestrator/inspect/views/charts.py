@@ -1,8 +1,8 @@
 """Charts of a run: curves of its metrics for a given width, and its timeline by time and by position.
 
 A curve has the history with its spread, and the abandoned branches apart. Any range of any length costs about
-the same (`arrays.Pyramid`). A pixel without a step has no value. The timeline has attempts, generations with
-their world size and fate, points, and events.
+the same (`facts.arrays.Pyramid`). A pixel without a step has no value. The timeline has attempts, generations
+with their world size and fate, points, and events.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ def _gaps(facts: RunFacts, pixels: Pixels) -> list[list[float]]:
     return [[float(before[i]), float(after[i])] for i in long]
 
 
+# ----------------------------------------------------------------------------------------------- the timeline
 SEGMENTS = ("attempt", "generation", "t0", "t1", "k0", "k1", "s0", "s1", "world", "fate", "by")
 ATTEMPTS = ("attempt", "why", "t0", "t1", "outcome", "on_history", "then_off")
 POINTS = ("name", "t", "k", "step", "state", "checked")
@@ -241,7 +242,7 @@ def timeline(facts: RunFacts, px: int | None, now: float) -> dict[str, Any]:
 
 def labels(facts: RunFacts) -> list[list[Any]]:
     """The places where the history's step labels are counted anew: [tokens, label, tokens per step, attempt].
-    The first is its begin.
+    The first is its beginning.
     """
     found: list[list[Any]] = []
     for segment in facts.path.lineage.segments:
@@ -290,7 +291,7 @@ def _grown(facts: RunFacts, segment: list[Any], piece: StepSpan) -> list[Any]:
 
 
 def merged(segments: list[list[Any]], px: int) -> list[list[Any]]:
-    """The segments that are seen on so many pixels, see `timeline`."""
+    """Joins neighbours that are thinner than one of `px` pixels; see `timeline`."""
     if not segments:
         return []
     time_px = (segments[-1][3] - segments[0][2]) / px

@@ -54,15 +54,13 @@ from orchestrator.inspect.views.facts.facts import (
     UnreadableError,
 )
 
-# The missing parts of a run's folder, as `status` shows them (`status.missing`), from the views' data.
-#
-# The views know the whole journal, so they find at least as much as `status`.
 _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
 
 
 def missing_now(facts: RunFacts, lost: frozenset[str]) -> tuple[str, ...]:
-    """The paths that are missing or differ from what was written, a few words each.
+    """The paths that are missing or differ from what was written, as in `status`, a few words each.
 
+    The views have the whole journal, so this lists at least as many as `status`.
     It lists all of the run's folders. `lost` are the points that lost their COMMIT although nobody meant to
     delete them. Raises `StorageError`.
     """

@@ -1,9 +1,9 @@
 """Checks whether a job fits where it would run: memory, CPUs, GPUs, disk and object store.
 
 This is the driver's side, which queries a connected cluster. `elastic.supervision.policy` and `capacity`
-define what is enough. The memory is estimated from the model's configuration: the job's own, or that of the
-folder whose weights it continues, or instead of both the measured size of its model. Importing this module
-loads neither Ray nor torch.
+decide what is enough. The memory is estimated from the configuration of the model: that of the job, or of the
+folder whose weights it continues. If there is none, the model is tried, and its size measured. Importing this
+module loads neither Ray nor torch.
 
 The machines are this machine, the nodes of a cluster, or those that an earlier attempt recorded.
 """
@@ -105,6 +105,7 @@ def _of_shape(job: JobConfig, shape: dict[str, object] | None) -> JobConfig:
     return job.model_copy(update={"model": job.model.model_copy(update={"config": shape})})
 
 
+# --------------------------------------------------------------------------------------- whether the job fits
 _FREED_S = 10.0  # how long a start waits for resources of an earlier launch
 
 
@@ -130,8 +131,6 @@ def divided_here(job: JobConfig, limits: LaunchLimits) -> ParallelChoice | None:
 
     Raises `ResourceError` if it does not fit.
     """
-    from orchestrator.cluster.connection import starts_local_ray
-
     if not starts_local_ray(job):
         return None
     choice, problems = _divide(job, limits, machines_here(job.cluster.use_gpu), "")
@@ -147,8 +146,6 @@ def fitting(
 
     Raises `ResourceError`.
     """
-    from orchestrator.cluster.connection import address_of
-
     problems: list[str] = []
     if here is None:
         here, problems = _divide(job, limits, machines_of_cluster(job.cluster.use_gpu), address_of(job))

@@ -285,6 +285,15 @@ class RemoteMembership:
         """Passes the error to the reporting thread. Never blocks."""
         self._callback_errors.put((text, stops))
 
+    def send_reports(self) -> bool:
+        """Sends one batch at a time. When this returns, everything pending before the call is sent.
+
+        Returns whether all evaluations since the last call of the loop were taken.
+        """
+        self._send_reports()
+        taken, self._evals_taken = self._evals_taken, True
+        return taken
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from its own thread. The future has the result: whether the point was committed.
 
@@ -528,15 +537,6 @@ class RemoteMembership:
         moved, asked.said = progress != asked.said, progress
         if self._ask("is_given_up", self._launch, asked.key, asked.rank, asked.world_size, moved):
             self._given_up = asked.key
-
-    def send_reports(self) -> bool:
-        """Sends one batch at a time. When this returns, everything pending before the call is sent.
-
-        Returns whether all evaluations since the last call of the loop were taken.
-        """
-        self._send_reports()
-        taken, self._evals_taken = self._evals_taken, True
-        return taken
 
     def _send_reports(self) -> None:
         view, batch = None, list[StepRecord]()

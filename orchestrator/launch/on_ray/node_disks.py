@@ -30,17 +30,17 @@ from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.launch.capacity.resource_estimate import gib
 
-# `checkpoint.node_local.remote_nodes.Servers` on Ray: a `NodeServer` actor on each node.
-#
-# An actor is found by its name. The first caller makes it (the driver, as nodes come, so that it lives as
-# long as the launch). It ends with its maker; the next call makes it again.
 ANSWER_S = 30.0  # the actor may have to be started first
 _LOOK_S = 0.5
 _THREADS = 16  # concurrent calls of one actor
 
 
 class RayServers(Servers):
-    """Calls an actor on each node. Pickles."""
+    """Calls a `NodeServer` actor on each node. Pickles.
+
+    An actor is found by its name. The first caller makes it (the driver, as nodes come, so that it lives as
+    long as the launch). It ends with the process that made it, and the next call makes it again.
+    """
 
     def __init__(self, launch: str, folder: str | None) -> None:
         """`launch` is unique to the launch. `folder` as configured."""

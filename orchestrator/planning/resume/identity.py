@@ -196,6 +196,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+# --------------------------------------------------------------------------------- changes of a configuration
 _CHANGING = ("weight", "max_epochs")
 
 
@@ -353,6 +354,7 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
+# ------------------------------------------------------------------------------------------ another optimizer
 OTHER_OPTIMIZER = "resume.changed_optimizer"
 
 

@@ -1,7 +1,6 @@
-"""What a plan reports: what each source has delivered and what is left of it, the objective, evaluations and
-callbacks.
+"""Parts of a plan's report: the progress of each source, a skip, the objective, evaluations and callbacks.
 
-How much is left is known if a launch of the run has reached the end of the data before. An epoch then is as
+How much of the data is left is known if a launch of the run has reached their end before. An epoch then is as
 long as it was at that time. Nothing is estimated: if the length of an epoch may have changed, the result is
 unknown.
 """
@@ -243,8 +242,9 @@ def _percent(share: float | None) -> str:
     return "nothing" if share is None else f"{share:.2%}"
 
 
+# -------------------------------------------------------------------------------------- notes on the training
 def training_notes(config: JobConfig, epochs: KnownEpochs | None) -> Iterator[str]:
-    """Yields the notes; none for settings that are left at their defaults.
+    """Yields notes on objective, evaluations and callbacks; none where these have their defaults.
 
     `epochs`: the length of an epoch of the job's only source, if it is known.
     """

@@ -32,16 +32,15 @@ from orchestrator.trainer.comm.interruptible import BACKEND, Communicators, Inte
 from orchestrator.trainer.comm.reshard import PendingMessage
 from orchestrator.trainer.interfaces.loop_interface import LOAD, PHASE_LIMITS_S
 
-# Closes the connections of gloo process groups, so that another thread can interrupt blocked collectives.
-#
-# gloo offers no way to interrupt a collective. If a peer loses power, the collective waits until its timeout,
-# because a dead machine closes no connection. gloo does notice a connection that is shut down locally, and
-# treats it as closed by the peer.
 _FDS, _FACTS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
 
 class GlooSockets:
-    """The connections of the groups that were created inside `watched`.
+    """The connections of the gloo groups that were created inside `watched`, which another thread can close.
+
+    gloo offers no way to interrupt a collective. If a peer loses power, the collective waits until its
+    timeout, because a dead machine closes no connection. But gloo notices a connection that is shut down
+    locally, and treats it as closed by the peer.
 
     Guarantee: no other connection of the process is ever touched.
 

@@ -156,7 +156,7 @@ def import_functions(model: ModelConfig, train: TrainConfig) -> None:
 
 
 def lacks_weights(model: ModelConfig) -> bool:
-    """Whether files are away that the workers of every start read, also of one that continues a point.
+    """Whether files are missing that the workers of every start read, also if it continues a point.
 
     These are the weights of frozen models, the weights beside adapters, and `model.pretrained`, which says
     what the model is. Only names are looked at. Raises `StorageError`, and `ConfigError` for a URI of another

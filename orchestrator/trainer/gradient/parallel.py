@@ -192,12 +192,10 @@ def _failed(work: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ FSDP2
-# Distinguishes two causes of an error from torch's collectives: a lost peer, or mismatched collectives.
-#
-# Another group of the same processes would fail again on mismatched collectives. The decision uses only the
-# text of the error.
-# Messages of gloo and NCCL for tensors that they cannot accept, and of torch when it assembles buffers for
-# them. If ranks pass different sizes, gloo aborts the process (SIGABRT) and raises nothing.
+# An error of torch's collectives has one of two causes: a lost peer, or mismatched collectives. Another group
+# of the same processes would fail again on mismatched ones. Only the text of the error tells them apart.
+# These are messages of gloo and NCCL for tensors that they cannot accept, and of torch when it assembles
+# buffers for them. If ranks pass different sizes, gloo aborts the process (SIGABRT) and raises nothing.
 _MISMATCHES = (
     "processgroupgloo::",  # gloo checks its arguments
     "ncclInvalidArgument",

@@ -1,4 +1,4 @@
-"""What the training loop is called with and returns, and its interfaces to membership and data.
+"""The arguments and the result of the training loop, and its interfaces to membership and data.
 
 The values can be pickled. Importing this module imports neither torch nor the configuration module.
 """
@@ -146,7 +146,7 @@ BETWEEN = "between steps"  # a step has just finished
 # NCCL). It reports how long that may take.
 ENDING = "ending a step"
 # A save or a load may take longer than a rendezvous waits for unresponsive members (membership rule 23).
-# A group forms in four stages (store, rendezvous, process group, comparison) of at most 10 s each
+# A group forms in four stages (store, rendezvous, process group, comparison) of at most 10 s each.
 PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 PHASE_LIMITS_S[EVAL] = 900.0  # of one batch, whose documents may have to be read and tokenized first
 

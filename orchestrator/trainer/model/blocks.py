@@ -1,4 +1,4 @@
-"""The blocks of a model, and how each is computed: compiled by `torch.compile`, recomputed in backward."""
+"""The blocks of a model, and how they are computed: compiled, recomputed in backward, or by liger-kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockSettings:
 
     @classmethod
     def of(cls, train: TrainConfig, device: torch.device, invariant: bool) -> BlockSettings:
-        """Returns those of `train.compile` and `train.activation_checkpointing`."""
+        """Returns those of `train.compile`, `train.activation_checkpointing` and `train.kernels`."""
         return cls(
             compiled=compiles(train, device.type == "cuda", invariant),
             falls_back=train.compile == "auto",
@@ -80,10 +80,23 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks if all(len(numbers) == 1 for numbers in owners.values()) else []
 
 
-def require_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -> None:
-    """Raises `ConfigError` if the configuration sets how the model is computed, and it cannot be so.
+def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the modules that are called. A container without a forward pass is replaced by its children."""
+    for module in modules:
+        if type(module).forward is not nn.Module.forward:
+            yield module
+        else:
+            yield from _computed(module.children())
 
-    It has no blocks, or liger-kernel has nothing for it or is not installed.
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def require_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -> None:
+    """Raises `ConfigError` if the model cannot be computed as the configuration says.
+
+    It has no blocks, or liger-kernel has no functions for it or is not installed.
     """
     if _has_liger(train, device):
         _liger().require(model)
@@ -97,7 +110,7 @@ def require_blocks(model: nn.Module, train: TrainConfig, device: torch.device) -
 
 
 def with_settings(model: nn.Module, settings: BlockSettings) -> Sequence[nn.Module]:
-    """Makes the blocks of `model` recomputed and compiled, in place, and returns them.
+    """Changes in place how the blocks of `model` are computed, and returns them.
 
     Their names stay the same.
     """
@@ -165,8 +178,8 @@ def _liger() -> _Liger:
 class _Compiled:
     """A forward pass that is compiled for each shape of its inputs, without trying which kernel is fastest.
 
-    What a process has computed before then decides no kernel, so that a process that takes the place of a
-    killed one computes the same bits. The first time that torch compiles again, its reason is logged.
+    Kernels thus do not depend on what a process has computed before, and a process that replaces a killed one
+    computes the same bits. The first time that torch compiles again, its reason is logged.
     """
 
     _has_reported = False  # in this process
@@ -201,16 +214,3 @@ class _Compiled:
             _log.warning("%s; it is computed without (train.compile=auto)", text)
             self._compiled, self.is_compiled = self._forward, False
             return self._forward(*arguments, **named)
-
-
-def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the modules that are called. A container without a forward pass is replaced by its children."""
-    for module in modules:
-        if type(module).forward is not nn.Module.forward:
-            yield module
-        else:
-            yield from _computed(module.children())
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

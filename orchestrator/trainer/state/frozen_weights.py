@@ -144,18 +144,10 @@ class FrozenShards(FrozenModels):
     def read(self) -> None:
         for name, rows in self._rows.items():
             if rows.lacks:
-                with naming_frozen(name), torch.no_grad():
-                    self._read(rows)
+                with naming_frozen(name):
+                    state = named_state(rows.skeleton)
+                    _fill_first(rows.config, rows.precision, self._train.seed, state, rows.items)
                 rows.lacks = False
-
-    def _read(self, rows: _Rows) -> None:
-        from_files = rows.config.pretrained is not None or rows.config.init_from is not None
-        if from_files and fill_rows(rows.config, named_state(rows.skeleton), rows.items):
-            return
-        made = first_model(rows.config, rows.precision, self._train.seed, _CPU, invariant=False)
-        values = dict(own_tensors(made.state_dict(keep_vars=True)))
-        for item in rows.items:
-            copy_rows(item, values[item.name].detach())
 
     @override
     def leave(self) -> None:
@@ -190,6 +182,23 @@ def naming_frozen(name: str) -> Iterator[None]:
     fields = {f"model.{field}": f"{section}.{field}" for field in FrozenModelConfig.model_fields}
     with naming_fields(section, fields):
         yield
+
+
+def _fill_first(
+    config: ModelConfig, precision: str, seed: int, state: Mapping[str, Tensor], items: Sequence[Item]
+) -> None:
+    """Fills items with their rows of a model's first weights, from its files or from the whole model.
+
+    `state` is that of the model, perhaps without weights.
+    """
+    from_files = config.pretrained is not None or config.init_from is not None
+    with torch.no_grad():
+        if from_files and fill_rows(config, state, items):
+            return
+        made = first_model(config, precision, seed, _CPU, invariant=False)
+        values = dict(own_tensors(made.state_dict(keep_vars=True)))
+        for item in items:
+            copy_rows(item, values[item.name].detach())
 
 
 def _bare(config: ModelConfig, precision: str, seed: int) -> nn.Module:
@@ -268,13 +277,8 @@ class AdapterBase:
         return [item for item in items if item.name not in self._names]
 
     def _fill(self, items: Sequence[Item]) -> None:
-        with torch.no_grad():
-            if not items or fill_rows(self._config, self._state, items):
-                return
-            made = first_model(self._config, self._precision, self._seed, _CPU, invariant=False)
-            values = dict(own_tensors(made.state_dict(keep_vars=True)))
-            for item in items:
-                copy_rows(item, values[item.name].detach())
+        if items:
+            _fill_first(self._config, self._precision, self._seed, self._state, items)
 
     def sum(self) -> int:
         """Returns the sum of the rows of this member's shard (`planning.state.state_layout`)."""
@@ -310,7 +314,7 @@ def merged_tensors(
     belong to, and holds the model in memory. Raises `ConfigError` and `StorageError`, as a start of the run,
     and `ResumePointError` if the weights are not those that `point` was trained with, by its digests `fixed`.
     """
-    model = first_model(config, precision, seed, torch.device("cpu"), invariant=False)
+    model = first_model(config, precision, seed, _CPU, invariant=False)
     base = AdapterBase(config, precision, seed, model)
     base.hold(base.split(whole_items(model))[1], Layout(num_shards=1, num_replicas=1), 0, are_filled=True)
     require_fixed(point, fixed, base.digests())

@@ -270,7 +270,7 @@ def _receive(group: Group, state: TrainState, holds: bool, copies: MemoryCopies 
             assert before is not None, f"rank {view.rank} trains {view.parent}"
             return [tensor_as_bytes(item.tensor) for item in before[2]]
         assert copies is not None, f"rank {view.rank} keeps {view.parent}"
-        assert view.parent is not None, "who gives, gives a state"
+        assert view.parent is not None, "a member that gives rows has a state"
         return copies.copy_of(view.parent, shard)
 
     items = state.items()
@@ -292,12 +292,11 @@ def _receive(group: Group, state: TrainState, holds: bool, copies: MemoryCopies 
         state.filled()
 
 
-# Computes the digest of a group's weights, independent of how its state is divided.
 def group_digest(group: Group, state: TrainState) -> str | None:
-    """Returns the digest of the weights; None on a rank that does not need it.
+    """Returns the digest of a group's weights, however its state is divided.
 
-    Every rank must call it: of a sharded state each rank contributes the sum of its rows. Raises
-    `GenerationEnded` as a collective does.
+    None on a rank that does not need it. Every rank must call it: of a sharded state each rank contributes
+    the sum of its rows. Raises `GenerationEnded` as a collective does.
     """
     rank = group.view.rank
     if state.sharded:
@@ -312,7 +311,7 @@ def group_digest(group: Group, state: TrainState) -> str | None:
 # The errors of one member that all members raise. If there are several kinds, the first one listed here is
 # raised.
 TOGETHER = (DamagedPointError, ResumePointError, ConfigError, StorageError)
-_TOLD_BYTES = 2000
+_TEXT_BYTES = 2000
 
 Loading = Callable[[int, int], None]  # bytes read so far, and bytes to read in total
 
@@ -337,8 +336,8 @@ def load_together(
     file system there is one on each machine. The others on that machine find the data in memory, which takes
     half the CPU time of receiving it from a peer. Data that members send each other is compared with xxh3_128
     digests. Besides the state this takes the memory of a `PointReader`, and then 64 MiB for messages. `half`
-    as in `reshard.exchange`. `loading` is called with the bytes
-    that this rank has read, and the total that it reads.
+    as in `reshard.exchange`. `loading` is called with the bytes that this rank has read, and the total that
+    it reads.
 
     If a member finds damage or cannot read, all members learn this before any data is sent. All then raise
     `DamagedPointError` with everything that was found, or `ResumePointError` or `StorageError` with its text.
@@ -444,14 +443,14 @@ def raise_together(group: Group, problem: OrchestratorError | None) -> None:
         return
     longest = max(num_bytes for _, num_bytes in rows)
     texts = group.gather([*said.ljust(longest)], "what a rank cannot read")
-    heard = [
+    reports = [
         (kind, rank, bytes(texts[rank][:num_bytes]).decode(errors="replace"))
         for rank, (kind, num_bytes) in enumerate(rows)
         if kind
     ]
-    kind, rank, text = min(heard)
+    kind, rank, text = min(reports)
     if TOGETHER[kind - 1] is DamagedPointError:
-        found = [_damage(text) for each, _, text in heard if each == kind]
+        found = [_damage(text) for each, _, text in reports if each == kind]
         raise damaged_point(list(dict.fromkeys(found)))
     raised: type[OrchestratorError] = TOGETHER[kind - 1]
     if isinstance(problem, raised):
@@ -467,8 +466,8 @@ def _said(problem: OrchestratorError | None) -> bytes:
     """
     if isinstance(problem, DamagedPointError) and problem.damages:
         first = problem.damages[0]
-        return "\n".join((first.point, first.file, first.reason)).encode()[:_TOLD_BYTES]
-    return b"" if problem is None else f"{problem.code}\n{problem}".encode()[:_TOLD_BYTES]
+        return "\n".join((first.point, first.file, first.reason)).encode()[:_TEXT_BYTES]
+    return b"" if problem is None else f"{problem.code}\n{problem}".encode()[:_TEXT_BYTES]
 
 
 def _damage(said: str) -> Damage:

@@ -73,7 +73,7 @@ class OwnRows:
     """The rows that one member holds of every tensor of a state, its optimizer, and its step count.
 
     An optimizer that works element by element gives rows of a tensor the same bits as in the whole tensor.
-    `OptimizerRows` has the others.
+    `OptimizerRows` steps the others.
     """
 
     def __init__(

@@ -235,9 +235,10 @@ def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
 
 def wanted_of(items: Sequence[Item]) -> dict[Name, TensorRequest]:
     """Returns the rows of items, with the items themselves as targets."""
-    return {(item.group, item.name): TensorRequest(
-        rows=_held(item), target=_target(item.tensor)
-    ) for item in items}
+    return {
+        (item.group, item.name): TensorRequest(rows=_held(item), target=_target(item.tensor))
+        for item in items
+    }
 
 
 def _held(item: Item) -> range:

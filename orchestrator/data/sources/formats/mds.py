@@ -108,9 +108,7 @@ class MosaicShards(HeadedFormat):
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """Raises `DataError` if the shard lacks a column, or its hash differs from the
-        index.
-        """
+        """Raises `DataError` if the shard lacks a column, or its hash differs from the index."""
         del part, whole
         shard = ExactReader(hashed(decoded(file, row.path, row.bytes), file, row.path))
         num = int.from_bytes(shard.read(4, "the number of samples"), "little")
@@ -232,6 +230,7 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
     return found
 
 
+# -------------------------------------------------------------------------------------------------- the index
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardHead:
     """The head of a shard: the number of samples, the bytes of the whole uncompressed shard, and its
@@ -327,7 +326,6 @@ def hashed(pieces: Iterator[bytes], file: InputFile, path: str) -> Iterator[byte
             )
 
 
-# ---------------------------------------------------------------------------------------------------- inside
 def _entries(folder: str) -> list[_Entry]:
     try:
         with open_input(folder, INDEX) as file:

@@ -226,6 +226,7 @@ class TextFiles(Format):
             yield "line 1", partial(utf8_text, record)
 
 
+# ------------------------------------------------------------------------------------------------------- rows
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 Row = dict[str, str]
 

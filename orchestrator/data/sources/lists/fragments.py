@@ -1,4 +1,4 @@
-"""Cuts a source's files into fragments and blocks, by arithmetic on the frozen list. Nothing is read.
+"""Cuts a source's files into fragments and blocks, by arithmetic on the frozen list, which `read_list` reads.
 
 `planning.order` determines when a block is read.
 """
@@ -26,9 +26,6 @@ from orchestrator.storage.home import cache_folder
 from orchestrator.storage.open import is_bucket, join, open_storage
 
 
-# Reads a frozen list of files, from the run's storage or from this machine's cache of a bucket.
-#
-# The digest identifies the list, wherever it was read from.
 def read_list(storage: str, path: str, digest: str) -> Manifest:
     """The list at `path` of a run's storage.
 

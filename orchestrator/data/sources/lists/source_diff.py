@@ -119,9 +119,7 @@ def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]
     return now, f"{path}: {found}"
 
 
-# Checks whether the path that a job names still means the files that its run was started with.
-#
-# `listing` resolves the path, `manifest` compares a file.
+# --------------------------------------------------------------------------------------------- the job's path
 def compare_files(
     source: SourceConfig,
     frozen: Manifest,
@@ -129,7 +127,9 @@ def compare_files(
     accept_changed: bool,
     refreshed: bool = False,
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
-    """(the frozen list at the path that the job names, its current content there, notes).
+    """Checks that the path that a job names still means the files that its run was started with.
+
+    Returns (the frozen list at that path, its current content there, notes).
 
     `paths` are the absolute paths that the run was started with, empty if they were not recorded.
     `refreshed`: the next epoch has its own list. Another folder with the same files is the same data.

@@ -1,8 +1,8 @@
 """Makes the document of a record from its fields. docs/formats.md lists the fields and the accepted forms.
 
 The values of a chat get the types that templates expect: JSON text is parsed where a list or an object
-belongs. A template renders any value, so tools given as one JSON text would be rendered letter by letter. A
-value of another type refuses its record by name.
+belongs. A template renders any value, so tools given as one JSON text would be rendered letter by letter. If
+a value has another type, the error of its record names the value.
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ def _require_answers(content: Content, chosen: str | _Messages, rejected: str | 
             raise BadRecordError(f"{field!r} has no answer", code="record.empty_answer")
 
 
+# ------------------------------------------------------------------------------------------------------ chats
 # Arguments of transformers' apply_chat_template, which a record may not set as variables.
 _RESERVED = (
     *("messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
@@ -458,6 +459,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     return found
 
 
+# ------------------------------------------------------------------------------------------ JSON values
 def _list_at(where: str, value: Any, what: str) -> list[Any]:
     found = _parsed(where, value, f"a list of {what}")
     if not isinstance(found, list):

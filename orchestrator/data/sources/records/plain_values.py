@@ -2,7 +2,8 @@
 from every library.
 
 pyarrow's own conversion returns pandas types if pandas is installed, and time zones of the library that is
-installed. So values of Arrow columns have a conversion here.
+installed. So values of Arrow columns have a conversion here. `require_columns` checks that a file has the
+columns that are read, and that their types fit.
 
 Arrow has several layouts of one value: a text is a string, a large string, a string view, or one of these in
 a dictionary or run-end encoded. Few of its compute functions support all of them. `plain_array` replaces
@@ -96,6 +97,7 @@ _PLAIN = (
     *("binary", "large_binary", "fixed_size_binary", "binary_view", "date"),
     *("timestamp", "time", "duration"),
 )
+_TEXTS = ("string", "large_string", "binary", "large_binary")
 _LISTS = ("list", "large_list", "fixed_size_list")
 _OUT_OF_RANGE = "record.out_of_range"
 
@@ -216,6 +218,7 @@ def _is_any(kind: Any, names: tuple[str, ...]) -> bool:
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
+# ---------------------------------------------------------------------------------- the columns that are read
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
     """The columns that are read: each field's name, and its path in the schema."""
     ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.read}
@@ -314,9 +317,8 @@ def is_text(kind: Any) -> bool:
     """Whether values of the type are texts, or bytes that may be texts."""
     import pyarrow as pa
 
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    tests = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-    return any(getattr(pa.types, f"is_{name}")(plain) for name in tests)
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return _is_any(inner, (*_TEXTS, "string_view", "binary_view"))
 
 
 def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> None:
@@ -390,8 +392,7 @@ def _plain_dictionary(array: Any) -> Any:
     import pyarrow as pa
 
     values = plain_array(array.dictionary)
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(is_text(values.type) for is_text in texts):
+    if not _is_any(values.type, _TEXTS):
         return values.take(array.indices)
     if values.type == array.type.value_type:
         return array
@@ -528,7 +529,7 @@ def _as_bytes(kind: Any) -> Any:
         types.is_large_string: pa.large_binary,
         types.is_string_view: pa.binary_view,
     }
-    return next((as_bytes() for is_text, as_bytes in texts.items() if is_text(kind)), None)
+    return next((as_bytes() for is_one, as_bytes in texts.items() if is_one(kind)), None)
 
 
 def _require(holds: bool, wrong: str) -> None:

@@ -42,7 +42,7 @@ from orchestrator.inspect.views.facts.columns import Columns, Event, RecordedGen
 from orchestrator.inspect.views.facts.effective_steps import EffectiveSteps
 from orchestrator.storage.parallel import at_once
 
-_NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
+_NEWEST, _IN_TURN = 2, 16  # points whose sizes are compared at each look
 
 
 class UnreadableError(OrchestratorError):
@@ -184,8 +184,8 @@ class RunFiles:
         """Returns which points to compare now: the newest, and some of the others in turn."""
         known = there[:-_NEWEST]
         at = self._turn % max(1, len(known))
-        self._turn = at + _BY_TURNS
-        return {*known[at : at + _BY_TURNS], *there[-_NEWEST:]}
+        self._turn = at + _IN_TURN
+        return {*known[at : at + _IN_TURN], *there[-_NEWEST:]}
 
     def _drop_deleted(self, name: str) -> bool:
         """Drops a point whose COMMIT was removed since. Its faults mean nothing then."""
@@ -245,6 +245,7 @@ class RunFiles:
         return wrong, away
 
 
+# ---------------------------------------------------------------------------------------------- signs of life
 WATCH_S = 10.0  # without any change for so long, a run without an end is dead (membership rule 12)
 
 
@@ -301,6 +302,7 @@ class LifeWatch:
             )
 
 
+# ------------------------------------------------------------------------------------------ one look at a run
 Value = TypeVar("Value")
 
 DRAIN = "drain notice"  # `by` of an end that nobody wanted
