@@ -1,4 +1,4 @@
-"""A run under plain `torchrun`, without Ray: runs the stages as `run` does, for a fixed group.
+"""A run under plain `torchrun`, without Ray: the stages of `launch.api.train`, for a fixed group.
 
 The loop, the points and the journal are those of every run, so a run may alternate between Ray and torchrun.
 The first failure ends the group, and the same command continues.

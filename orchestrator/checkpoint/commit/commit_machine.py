@@ -1,7 +1,7 @@
 """The commit machine: decides when a save becomes a resume point, and when its voters are answered.
 
-It is a pure machine from events to actions, whose only clock are the times in its events (membership rules 7
-and 13 to 16). `retention.py` decides which older points are deleted then. `store_actions` carries out store
+It is a pure machine from events to actions, and its only clock is the times in its events (membership rules 7
+and 13 to 16). `retention` decides which older points are deleted then. `store_actions` carries out store
 actions, and the coordinator the answers.
 """
 

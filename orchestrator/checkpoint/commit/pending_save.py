@@ -1,4 +1,4 @@
-"""A save that is not decided yet and its progress, and when another one is tried after it.
+"""A save that is not decided yet, when another one is tried after it, and the ranks that have left.
 
 Pure machines over events and times.
 """

@@ -287,7 +287,7 @@ class RunSnapshot:
     `tokens_per_s` over the newest `RECENT_STEPS` steps, `risk`, the newest `evaluation` of the history, the
     newest `fault`, `last_sign` (the newest line or sign of life) and `since` (when the run's state began).
 
-    `missing` names what is seen to be gone of the run's folder (see `status.missing`).
+    `missing` names what is seen to be gone of the run's folder (see `integrity.missing_pieces`).
     """
 
     number: int | None

@@ -49,42 +49,6 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import EvalRecord
 
 
-class RewoundSteps:
-    """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
-    `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
-    again.
-
-    Reads only claims that are newer than the step, the newest first. `history.claims.lineage` has the whole
-    history.
-    """
-
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
-        self._claims = sorted(store.claim_numbers())  # not read yet
-        self._went_back: list[tuple[int, tuple[int, int, int]]] = []  # attempt, its parent
-
-    def __call__(self, step: Mapping[str, Any]) -> bool:
-        """`step` is a line of the journal. Raises `StorageError`."""
-        attempt, at = step["attempt"], (step["attempt"], step["generation"], step["step"])
-        while self._claims and self._claims[-1] > attempt:
-            self._look_at(self._claims.pop())
-        return any(number > attempt and at > to for number, to in self._went_back)
-
-    def _look_at(self, number: int) -> None:
-        try:
-            parent = self._store.read_parent(number)
-            if not isinstance(parent, ClaimParent) or parent.parent is None:
-                return
-            if self._store.read_claim(number).why != REWIND:
-                return
-        except StorageError:
-            raise
-        except OrchestratorError:
-            return  # damaged: its content is unknown, and others report it
-        to = parent.parent
-        self._went_back.append((number, (to.attempt, to.generation, to.step)))
-
-
 def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunView:
     """The view of the run in `store`, named `uri`.
 
@@ -380,7 +344,7 @@ def _missing(
     wrong: tuple[str, ...],
     before: list[str],
 ) -> tuple[str, ...]:
-    """The missing parts, determined after the tail was read; see `status.missing`. `before`: the committed
+    """The missing parts, determined after the tail was read; see `missing_pieces`. `before`: the committed
     points that this look has seen, so that it checks each only once.
     """
     there, names = store.point_names(before), read_names(store)
@@ -399,3 +363,40 @@ def _cursor(store: RunStore, point: str | None) -> Cursor | None:
         return store.read_point(point).cursor if point is not None else None
     except ResumePointError:
         return None  # damaged, or deleted meanwhile
+
+
+# ---------------------------------------------------------------------------------------------- rewound steps
+class RewoundSteps:
+    """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
+    `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
+    again.
+
+    Reads only claims that are newer than the step, the newest first. `history.claims.lineage` has the whole
+    history.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._claims = sorted(store.claim_numbers())  # not read yet
+        self._went_back: list[tuple[int, tuple[int, int, int]]] = []  # attempt, its parent
+
+    def __call__(self, step: Mapping[str, Any]) -> bool:
+        """`step` is a line of the journal. Raises `StorageError`."""
+        attempt, at = step["attempt"], (step["attempt"], step["generation"], step["step"])
+        while self._claims and self._claims[-1] > attempt:
+            self._look_at(self._claims.pop())
+        return any(number > attempt and at > to for number, to in self._went_back)
+
+    def _look_at(self, number: int) -> None:
+        try:
+            parent = self._store.read_parent(number)
+            if not isinstance(parent, ClaimParent) or parent.parent is None:
+                return
+            if self._store.read_claim(number).why != REWIND:
+                return
+        except StorageError:
+            raise
+        except OrchestratorError:
+            return  # damaged: its content is unknown, and others report it
+        to = parent.parent
+        self._went_back.append((number, (to.attempt, to.generation, to.step)))

@@ -37,7 +37,7 @@ class RunView:
     that was evaluated, which is that after `last_evaluation_step`. `skipped_documents` and
     `left_out_documents` (`filtered` by transforms, `held_out`, too `long`, `unpacked`: without a target) are
     those up to `newest_point`, by source. `missing` names what is seen to be gone of the run's folder
-    (`status.missing`); `quarantined` are the points that are marked as damaged, of which none counts as
+    (`missing_pieces`); `quarantined` are the points that are marked as damaged, of which none counts as
     `newest_point`.
     """
 

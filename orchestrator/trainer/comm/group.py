@@ -1,7 +1,7 @@
 """The process group of one generation: its formation, its consistency check and its destruction.
 
 The group forms within its own timeout. Every member checks that it is in the same group. Every failure of a
-collective becomes `GenerationEnded`, and nothing else does.
+collective becomes `GenerationEnded`, and nothing else does. `GlooSockets` interrupts blocked collectives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interface of the ways to combine the gradients of micro-batches, and the invariant one.
 
 `invariant` combines gradients over micro-batches in one fixed binary tree: the result has the same bits for
-every division of a step among ranks. `parallel.py` has `fast`.
+every division of a step among ranks. `gradient.parallel` has `fast`.
 """
 
 from __future__ import annotations

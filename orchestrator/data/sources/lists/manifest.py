@@ -170,7 +170,7 @@ def _probe(file: InputFile) -> str:
     return xxhash.xxh3_64_hexdigest(ends)
 
 
-# ---------------------------------------------------------------------------------------- unchanged?
+# -------------------------------------------------------------------------- comparison with the current files
 def difference(row: FileRow, file: InputFile) -> str | None:
     """How the open file differs from its row, with both values; None if it is the same (data rule 13).
 

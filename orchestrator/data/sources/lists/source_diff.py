@@ -1,7 +1,7 @@
 """Compares the files of a frozen list with the current ones.
 
-Names, sizes and times are compared first, contents only if these differ. `unchanged` decides about the
-result.
+Names, sizes and times are compared first, contents only if these differ. `listing` resolves the paths, and
+`manifest` compares a single file.
 """
 
 from __future__ import annotations
