@@ -12,7 +12,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.quick("docs/howto/own-loop.md")
+@pytest.mark.quick("docs/howto/formats.md")
 def test_every_block_of_a_document_does_what_it_says(
     name: str, warm: str, programs: Path, folder: Path
 ) -> None:

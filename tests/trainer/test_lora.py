@@ -69,6 +69,7 @@ def test_losses_and_weights_are_those_of_pefts_own_loop(kind: str, tmp_path: Pat
     assert store.verify_point(store.point_names()[-1]) == []
 
 
+@pytest.mark.chaos
 def test_dropout_gives_the_same_bits_on_any_number_of_members(tmp_path: Path) -> None:
     asked = lora_job(base_in(tmp_path / "base"), {"dropout": 0.3, "target_modules": "all-linear"})
     digests = {run_to_end(tmp_path / str(size), size, job=asked).last_point().state_digest for size in (1, 3)}

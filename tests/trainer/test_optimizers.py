@@ -192,6 +192,7 @@ def test_shards_step_to_the_bits_of_one_process(name: str, model: dict[str, str]
                 assert torch.equal(state[own], tensor), (layout, own)
 
 
+@pytest.mark.chaos
 def test_shards_average_and_step_bfloat16_to_the_bits_of_one_process() -> None:
     layouts: list[tuple[int, int | None]] = [(3, None), (4, 2)]
     for name in ("muon", "lion"):

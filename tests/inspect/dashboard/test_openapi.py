@@ -33,6 +33,7 @@ def schema(storage: Path) -> Any:
     return schemathesis.openapi.from_asgi("/api/openapi.json", app, headers=HEADERS)
 
 
+@pytest.mark.chaos
 def test_what_the_schema_allows_is_answered_as_it_says(schema: Any) -> None:
     operations = [found.ok() for found in schema.get_all_operations()]
     asked = []
