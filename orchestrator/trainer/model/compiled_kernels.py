@@ -50,7 +50,11 @@ def _is_private(found: os.stat_result) -> bool:
 
 def copies() -> bytes | None:
     """Returns what this process has compiled or found, for `take`. None if that is nothing, or too much."""
-    found = torch.compiler.save_cache_artifacts()
+    try:
+        found = torch.compiler.save_cache_artifacts()
+    except Exception as error:  # noqa: BLE001  other machines compile anew
+        _log.warning("compiled kernels cannot be copied: %s", error)
+        return None
     if found is None:
         return None
     data, _ = found
